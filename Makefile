@@ -1,0 +1,41 @@
+# `make demo` runs the whole loop on a small real model, `make test` runs every test; both install what they need into .venv.
+PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
+PIP := .venv/bin/pip install --quiet --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# OpenMP threads that spin at barriers cost a factor of four and more where cores are shared.
+export GOMP_SPINCOUNT := 0
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint clean
+
+demo: .venv/.installed-base
+	.venv/bin/python jobs/pipeline.py $(ARGS)
+
+test: .venv/.installed-dev
+	.venv/bin/pytest $(ARGS)
+
+lint: .venv/.installed-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv runs mlflow.db mlruns build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find platform jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf platform/*.egg-info
+
+# torch comes first and exactly: a later requirement that merely names torch would otherwise pick its newest release.
+.venv/.created:
+	$(PYTHON) -m venv --clear .venv
+	touch $@
+
+.venv/.installed-base: .venv/.created pyproject.toml constraints.txt
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e .
+	touch $@
+
+.venv/.installed-dev: .venv/.created pyproject.toml constraints.txt
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@ .venv/.installed-base

@@ -1,0 +1,123 @@
+"""Capture the target's hidden states along its own answers into the target cache (Ray Data)."""
+
+import logging
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import runner
+
+from dspark.config import build_config
+from dspark.data.answers import read_answers
+from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cache, resolve_layer_ids
+from dspark.data.target_cache import MANIFEST, TargetCacheWriter
+from dspark.errors import DsparkError
+from dspark.provenance import read_json
+from dspark.targets import TargetConfig, load_target_config
+
+log = logging.getLogger("dspark.cache")
+
+
+def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
+    """Write what is missing of the cache; returns its counts."""
+    answers = read_answers(config.answers)
+    target = build_config(TargetConfig, answers.target | {"dtype": config.dtype}, source=f"answers {config.answers}")
+    shape = load_target_config(target)
+    layer_ids = resolve_layer_ids(config, shape.num_hidden_layers)
+    request = {
+        "answers_fingerprint": answers.fingerprint,
+        "target": answers.target_identity,
+        "chat": answers.chat,
+        "target_layer_ids": list(layer_ids),
+    } | config.model_dump(include={"dtype", "max_length", "min_loss_tokens", "max_cache_bytes", "shard_tokens", "seed"})
+    folder = Path(config.output).resolve()
+    if not fresh and not dry_run and (folder / MANIFEST).is_file():
+        TargetCacheWriter(folder).begin(request, fresh=False)
+        log.info("target cache %s is complete", folder)
+        return read_json(folder / MANIFEST)["result"] | {"skipped": True}
+    plan = plan_cache(answers, config, hidden_size=shape.hidden_size, num_layers=len(layer_ids))
+    _print_plan(plan, layer_ids)
+    if dry_run:
+        return _counts(plan, config) | {"dry_run": True, "target_layer_ids": list(layer_ids)}
+    if not plan.shards:
+        raise DsparkError(f"nothing to cache: all {plan.rows_in} answers were rejected: {plan.rejected}")
+    writer = TargetCacheWriter(folder)
+    writer.begin(request, fresh=fresh)
+    missing = [shard for shard in range(len(plan.shards)) if not writer.is_complete(shard)]
+    writer.check_space(plan.projected_bytes * len(missing) // len(plan.shards))
+    log.info("%d of %d shards to write", len(missing), len(plan.shards))
+    started = time.monotonic()
+    captured = _capture(config, target, layer_ids, plan, missing, folder) if missing else {"tokens": 0, "non_finite": 0}
+    seconds = time.monotonic() - started
+    result = _counts(plan, config) | {
+        "non_finite": captured["non_finite"],
+        "shards": len(plan.shards),
+        "seconds": round(seconds, 1),
+        "tokens_per_s": round(captured["tokens"] / seconds, 1) if captured["tokens"] else 0.0,
+    }
+    writer.finish(request, len(plan.shards), {"target_config": target.model_dump(), "result": result})
+    return result
+
+
+def _capture(
+    config: CacheConfig,
+    target: TargetConfig,
+    layer_ids: tuple[int, ...],
+    plan: CachePlan,
+    missing: list[int],
+    folder: Path,
+) -> dict[str, int]:
+    import ray  # heavy, and not needed for --dry-run
+
+    runner.start_ray()
+    rows = [{"shard": shard, "samples": [asdict(sample) for sample in plan.shards[shard]]} for shard in missing]
+    done = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        CaptureWorker,
+        fn_constructor_args=(
+            target.model_dump(),
+            layer_ids,
+            str(folder),
+            config.batch_tokens,
+            config.threads_per_worker,
+        ),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(config.num_workers, len(missing))),
+        num_cpus=1,
+    )
+    totals = {"tokens": 0, "non_finite": 0}
+    for number, counts in enumerate(done.iter_rows(), start=1):
+        totals["tokens"] += int(counts["tokens"])
+        totals["non_finite"] += int(counts["non_finite"])
+        log.info("shard %d written (%d of %d)", counts["shard"], number, len(missing))
+    return totals
+
+
+def _print_plan(plan: CachePlan, layer_ids: tuple[int, ...]) -> None:
+    samples = sum(len(shard) for shard in plan.shards)
+    print(
+        f"target cache: {samples:,} samples, {plan.num_tokens:,} tokens ({plan.num_supervised:,} supervised), "
+        f"layers {list(layer_ids)}, {len(plan.shards)} shards, projected size {plan.projected_bytes / 1e9:.3f} GB"
+    )
+    for reason, count in sorted(plan.rejected.items()):
+        print(f"  left out: {count:,} answers ({reason})")
+    sys.stdout.flush()
+
+
+def _counts(plan: CachePlan, config: CacheConfig) -> dict[str, Any]:
+    return {
+        "stage": "cache",
+        "output": config.output,
+        "answers": plan.rows_in,
+        "answers_kept": plan.rows_kept,
+        "rejected": plan.rejected,
+        "samples": sum(len(shard) for shard in plan.shards),
+        "tokens": plan.num_tokens,
+        "supervised_tokens": plan.num_supervised,
+        "bytes": plan.projected_bytes,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(runner.main(CacheConfig, run, default_config="cache.yaml"))

@@ -1,0 +1,132 @@
+"""Regenerate the target's own answers to a set of prompts, turn by turn (Ray Data)."""
+
+import logging
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import runner
+
+from dspark.data.answers import AnswerStore, GenerateConfig, resolve_sampling
+from dspark.data.chat import require_renderable
+from dspark.data.prompts import Prompt, PromptSet, read_prompts
+from dspark.engine.sampling import SamplingParams
+from dspark.targets import load_tokenizer, target_identity
+
+log = logging.getLogger("dspark.generate")
+
+
+def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
+    """Write the answers that are missing; returns their counts."""
+    config = config.with_changes(output=str(Path(config.output).resolve()))  # workers have a folder of their own
+    prompt_set = read_prompts(
+        config.prompts, seed=config.seed, heldout_fraction=config.heldout_fraction, limit=config.limit
+    )
+    sampling = resolve_sampling(config)
+    _print_plan(config, prompt_set, sampling)
+    if dry_run:
+        return {"stage": "generate", "dry_run": True} | _plan(config, prompt_set)
+    request = {
+        "target": target_identity(config.target),
+        "dtype": config.target.dtype,
+        "chat": config.chat.model_dump(),
+        "sampling": sampling.model_dump() | {"max_new_tokens": config.sampling.max_new_tokens},
+        "seed": config.seed,
+    }
+    store = AnswerStore(config.output)
+    if fresh:
+        store.clear()
+    store.check_request(request)
+    manifest = store.manifest
+    if manifest is not None and manifest["prompts"] == prompt_set.fingerprint:
+        log.info("answers in %s are complete", config.output)
+        return _result(config, manifest) | {"skipped": True}
+    store.check_unchanged(prompt_set.prompts)
+    require_renderable(load_tokenizer(config.target), (p.opening for p in prompt_set.prompts), config.chat)
+    run_token = store.begin(request)
+    store.write_rejected(prompt_set)
+    done = store.done_ids()
+    missing = [prompt for prompt in prompt_set.prompts if prompt.id not in done]
+    log.info("%d of %d prompts to answer", len(missing), len(prompt_set.prompts))
+    started = time.monotonic()
+    tokens = _generate(config, sampling, missing, run_token) if missing else 0
+    seconds = time.monotonic() - started
+    speed = {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0}
+    return _result(config, store.finish(request, prompt_set, speed | {"target": config.target.model_dump()}))
+
+
+def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Prompt], run_token: str) -> int:
+    """Answer the prompts on the cluster. Returns tokens generated."""
+    import ray  # heavy, and not needed for --dry-run
+
+    from dspark.data.regeneration import AnswerWorker, deal, task_json  # loads torch
+
+    runner.start_ray()
+    num_workers = min(config.num_workers, len(prompts))
+    tasks = [{"prompts": task_json(task)} for task in deal(prompts, num_workers)]
+    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    ray.data.DataContext.get_current().target_max_block_size = 1  # each part is reported when it is written
+    parts = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
+        AnswerWorker,
+        fn_constructor_args=(config.model_dump(), sampling.model_dump(), run_token),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=num_workers),
+        num_cpus=1,
+        num_gpus=(1 if has_gpu else 0) if config.gpus_per_worker is None else config.gpus_per_worker,
+    )
+    started, num_rows, num_tokens = time.monotonic(), 0, 0
+    for part in parts.iter_rows():
+        num_rows += int(part["rows"])
+        num_tokens += int(part["tokens"])
+        speed = num_tokens / (time.monotonic() - started)
+        log.info("%d of %d rows, %d tokens, %.0f tokens/s", num_rows, len(prompts), num_tokens, speed)
+    return num_tokens
+
+
+def _plan(config: GenerateConfig, prompt_set: PromptSet) -> dict[str, Any]:
+    num_turns = sum(prompt.num_turns for prompt in prompt_set.prompts)
+    groups = Counter(f"{prompt.domain}/{prompt.split}" for prompt in prompt_set.prompts)
+    return {
+        "output": config.output,
+        "read": prompt_set.num_read,
+        "prompts": len(prompt_set.prompts),
+        "by_domain_and_split": dict(sorted(groups.items())),
+        "rejected": prompt_set.rejected_by_reason,
+        "over_limit": prompt_set.num_over_limit,
+        "turns": num_turns,
+        "max_tokens": num_turns * config.sampling.max_new_tokens,
+    }
+
+
+def _print_plan(config: GenerateConfig, prompt_set: PromptSet, sampling: SamplingParams) -> None:
+    plan = _plan(config, prompt_set)
+    print(f"answers: {plan['prompts']:,} prompts of {plan['read']:,} rows, {plan['turns']:,} turns by {config.target.name}")
+    for group, count in plan["by_domain_and_split"].items():
+        print(f"  {group}: {count:,}")
+    for reason, count in plan["rejected"].items():
+        print(f"  rejected: {count:,} ({reason})")
+    print(f"  temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}")
+    print(f"  at most {plan['max_tokens']:,} tokens, {config.sampling.max_new_tokens} a turn", flush=True)
+
+
+def _result(config: GenerateConfig, manifest: dict[str, Any]) -> dict[str, Any]:
+    counts = manifest["counts"]
+    return {
+        "stage": "generate",
+        "output": config.output,
+        "prompts": counts["ok"] + counts["empty"] + counts["error"],
+        "ok": counts["ok"],
+        "empty": counts["empty"],
+        "errors": counts["error"],
+        "rejected": counts["rejected"],
+        "tokens": counts["tokens"],
+        "finish_length": counts["finish_length"],
+        "seconds": manifest["seconds"],
+        "tokens_per_s": manifest["tokens_per_s"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(runner.main(GenerateConfig, run, default_config="generate.yaml"))

@@ -1,0 +1,99 @@
+"""What every job does the same way: arguments, environment, Ray, one line on failure, one JSON line at the end."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dspark.config import Config, load_config
+from dspark.errors import DsparkError, one_line
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LOGICAL_CPUS = 8  # Ray's CPUs are bookkeeping only; two real ones would leave no room for its own tasks
+
+C = TypeVar("C", bound=Config)
+Run = Callable[..., dict[str, Any]]
+
+log = logging.getLogger("dspark")
+
+
+def main(config_class: type[C], run: Run, *, default_config: str, argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, call `run(config, fresh=, dry_run=)` and print its result as the last line."""
+    arguments = _parse(default_config, argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
+    try:
+        config = load_config(config_class, arguments.config, arguments.overrides)
+        result = run(config, fresh=arguments.fresh, dry_run=arguments.dry_run)
+    except (DsparkError, ValueError) as error:
+        # From a Ray worker comes a subclass whose message is the remote traceback; the cause has ours.
+        print(f"error: {one_line(getattr(error, 'cause', error), max_chars=2000)}", file=sys.stderr, flush=True)
+        return 1
+    except Exception as error:
+        log.exception("job failed")
+        print(f"error: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
+        return 1
+    print(json.dumps(result, ensure_ascii=False), flush=True)
+    return 0
+
+
+def worker_environment() -> dict[str, str]:
+    """Threads that spin at OpenMP barriers cost a factor of four and more where cores are shared."""
+    return {
+        "GOMP_SPINCOUNT": "0",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DS_ACCELERATOR": "cuda" if _has_gpu() else "cpu",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
+    }
+
+
+def start_ray() -> None:
+    """Join the running cluster if there is one, else start a local one; again is a no-op."""
+    import ray  # heavy, and not needed for --help or --dry-run
+
+    if ray.is_initialized():
+        return
+    options: dict[str, Any] = {
+        "runtime_env": {"env_vars": worker_environment()},
+        "log_to_driver": True,
+        "logging_level": logging.WARNING,
+    }
+    try:
+        ray.init(address="auto", **options)
+        log.info("joined the running Ray cluster")
+    except ConnectionError:
+        # A loopback cluster of our own needs no token; one that was started elsewhere keeps its own setting.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init(address="local", num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1), include_dashboard=True, dashboard_host="127.0.0.1", **options)
+        log.info("started a local Ray cluster")
+
+
+def _parse(default_config: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument(
+        "--config",
+        default=str(REPOSITORY / "configs" / "demo" / default_config),
+        help="YAML file; the demo's without it",
+    )
+    parser.add_argument("--fresh", action="store_true", help="start over instead of resuming")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved plan and projected sizes, do nothing"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to the config")
+    return parser.parse_intermixed_args(argv)  # overrides may stand before, between and after options
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidia0").exists()
+
+
+# OpenMP reads its settings when torch is loaded, and jobs import torch after this module: later would be too late.
+for _name, _value in worker_environment().items():
+    os.environ.setdefault(_name, _value)

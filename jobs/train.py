@@ -1,0 +1,53 @@
+"""Train a drafter on the target cache (Ray Train + DeepSpeed), tracked in MLflow, resumable."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import runner
+
+from dspark.data.target_cache import TargetCache
+from dspark.provenance import git_revision, read_json, write_json
+from dspark.tracking import resolve_uri, start_run
+from dspark.training.config import TrainConfig
+
+log = logging.getLogger("dspark.train")
+
+
+def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
+    """Train to the last step, or go on from the last checkpoint; returns the figures."""
+    config = config.with_changes(cache=str(Path(config.cache).resolve()), output=str(Path(config.output).resolve()))
+    cache = TargetCache(config.cache)
+    samples = len(cache.indices("train"))
+    plan = {
+        "stage": "train",
+        "train_samples": samples,
+        "heldout_samples": len(cache.indices("heldout")),
+        "steps": config.steps,
+        "epochs": round(config.steps * config.sequences_per_step / max(samples, 1), 2),
+        "max_anchors": config.steps * config.sequences_per_step * config.anchors_per_sequence,
+    }
+    print("training: " + ", ".join(f"{name} {value}" for name, value in plan.items() if name != "stage"), flush=True)
+    if dry_run:
+        return plan | {"dry_run": True}
+    from dspark.training.trainer import RESULT, fit, prepare  # imports Ray Train, slow
+
+    output = Path(config.output)
+    initial = prepare(config, cache, fresh=fresh)
+    if (output / RESULT).is_file():
+        log.info("training run %s is complete", output)
+        return read_json(output / RESULT) | {"skipped": True}
+    earlier = read_json(output / "mlflow_run.json")["run_id"] if (output / "mlflow_run.json").is_file() else None
+    tags = {"stage": "train", "architecture": config.drafter.architecture, "git_revision": str(git_revision())}
+    with start_run(config.tracking, params=config.model_dump(mode="json"), tags=tags, run_id=earlier) as tracked:
+        write_json(output / "mlflow_run.json", {"run_id": tracked.run_id, "uri": tracked.uri})
+        runner.start_ray()
+        result = fit(config, initial, tracking_uri=tracked.uri or resolve_uri(config.tracking), run_id=tracked.run_id)
+        for name in ("config.json", "provenance.json", "history.jsonl", "model.safetensors"):
+            tracked.log_artifact(output / name, "drafter")
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(runner.main(TrainConfig, run, default_config="train.yaml"))

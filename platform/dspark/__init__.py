@@ -1,0 +1,1 @@
+"""From prompts to a served speculative drafter; see README.md."""

@@ -1,0 +1,1 @@
+"""Offline data: prompts, answers and the cache of hidden states."""

@@ -1,0 +1,232 @@
+"""From answers to the target cache: which samples go where, and the worker that captures them.
+
+Legend: B sequences of a batch, T padded tokens, m captured layers, d hidden size.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+import torch
+
+from dspark.config import Config, build_config
+from dspark.data.answers import AnswerSet
+from dspark.data.chat import training_sequences, truncate
+from dspark.data.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
+from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
+from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
+
+UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class CacheConfig(Config):
+    """The cache stage.
+
+    answers: folder made by jobs/generate.py. target_layer_ids: 0-based decoder layers to capture, -1 the embeddings;
+    None spaces five evenly. min_loss_tokens: samples with fewer supervised tokens are left out and counted.
+    max_cache_bytes: whole samples are kept, in a seeded order, until the budget is used. shard_tokens, batch_tokens:
+    tokens per file and per forward pass.
+    """
+
+    answers: str
+    output: str
+    target_layer_ids: tuple[int, ...] | None = None
+    dtype: str = "bfloat16"
+    max_length: int = pydantic.Field(default=4096, gt=1)
+    min_loss_tokens: int = pydantic.Field(default=14, ge=2)
+    max_cache_bytes: int = pydantic.Field(default=50_000_000_000, gt=0)
+    shard_tokens: int = pydantic.Field(default=16_384, gt=0)
+    batch_tokens: int = pydantic.Field(default=4_096, gt=0)
+    num_workers: int = pydantic.Field(default=2, gt=0)
+    threads_per_worker: int = pydantic.Field(default=1, gt=0)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedSample:
+    """One sequence to capture; `id` is the answer's, with `#k` for its k-th sequence beyond the first."""
+
+    id: str
+    split: str
+    domain: str
+    input_ids: list[int]
+    loss_mask: list[int]
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """samples in cache order; rows_in answers = rows kept + rejected by reason (counted in rows)."""
+
+    shards: list[list[PlannedSample]]
+    rows_in: int
+    rows_kept: int
+    rejected: dict[str, int]
+    num_tokens: int
+    num_supervised: int
+    projected_bytes: int
+
+
+def default_layer_ids(num_target_layers: int, count: int = 5) -> tuple[int, ...]:
+    """`count` ids evenly spaced from 1 to N-3, as DeepSpec's configs have them."""
+    last = max(1, num_target_layers - 3)
+    return tuple(sorted({round(1 + k * (last - 1) / (count - 1)) for k in range(count)}))
+
+
+def plan_cache(answers: AnswerSet, config: CacheConfig, *, hidden_size: int, num_layers: int) -> CachePlan:
+    """Sequences of all usable answers, cut to the byte budget and dealt into shards.
+
+    The same answers and config give the same plan, so that a second run finds its finished shards again.
+    """
+    rejected: Counter[str] = Counter()
+    rows: list[list[PlannedSample]] = []
+    rows_in = 0
+    for row in answers.rows():
+        rows_in += 1
+        if row["status"] != "ok":
+            rejected[f"answer {row['status']}"] += 1
+            continue
+        samples = [sample for sample in _samples(row, config.max_length) if sum(sample.loss_mask) >= config.min_loss_tokens]
+        if samples:
+            rows.append(samples)
+        else:
+            rejected[f"under {config.min_loss_tokens} supervised tokens"] += 1
+    kept = _within_budget(rows, config, hidden_size=hidden_size, num_layers=num_layers)
+    if len(kept) < len(rows):
+        rejected["over max_cache_bytes"] = len(rows) - len(kept)
+    samples = [sample for row in kept for sample in row]
+    num_tokens = sum(len(sample.input_ids) for sample in samples)
+    num_supervised = sum(sum(sample.loss_mask) for sample in samples)
+    return CachePlan(
+        shards=list(_deal(samples, config.shard_tokens)),
+        rows_in=rows_in,
+        rows_kept=len(kept),
+        rejected=dict(rejected),
+        num_tokens=num_tokens,
+        num_supervised=num_supervised,
+        projected_bytes=bytes_of(num_tokens, num_supervised, hidden_size=hidden_size, num_layers=num_layers),
+    )
+
+
+class CaptureWorker:
+    """Ray Data worker: a planned shard in, a written shard and its counts out. Holds the target."""
+
+    def __init__(self, target: dict[str, Any], layer_ids: tuple[int, ...], folder: str, batch_tokens: int, threads: int):
+        torch.set_num_threads(threads)
+        config = build_config(TargetConfig, target)
+        self._model = load_target(config)
+        refuse_unsupported_head(self._model)
+        self._vocabulary = vocabulary_size(load_tokenizer(config))
+        self._layer_ids = layer_ids
+        self._batch_tokens = batch_tokens
+        self._writer = TargetCacheWriter(folder)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[int]]:
+        counts: dict[str, list[int]] = {"shard": [], "samples": [], "tokens": [], "non_finite": []}
+        for shard, rows in zip(batch["shard"], batch["samples"], strict=True):
+            planned = [PlannedSample(**{k: _plain(v) for k, v in row.items()}) for row in rows]
+            captured = {sample.id: sample for sample in self.capture(planned)}
+            finite = [p for p in planned if bool(captured[p.id].hidden.isfinite().all())]
+            self._writer.write_shard(int(shard), ((captured[p.id], p.split, p.domain) for p in finite))
+            counts["shard"].append(int(shard))
+            counts["samples"].append(len(finite))
+            counts["tokens"].append(sum(len(p.input_ids) for p in finite))
+            counts["non_finite"].append(len(planned) - len(finite))
+        return counts
+
+    def capture(self, planned: list[PlannedSample]) -> Iterator[CachedSample]:
+        """Hidden states of every sample, in batches of similar length; results carry their id, not their place."""
+        by_length = sorted(planned, key=lambda sample: len(sample.input_ids))
+        start = 0
+        while start < len(by_length):
+            stop = start + 1
+            while stop < len(by_length) and (stop - start + 1) * len(by_length[stop].input_ids) <= self._batch_tokens:
+                stop += 1
+            yield from self._capture_batch(by_length[start:stop])
+            start = stop
+
+    @torch.no_grad()
+    def _capture_batch(self, planned: list[PlannedSample]) -> Iterator[CachedSample]:
+        # Padding is on the right and attention is causal: no real token ever sees a padding token.
+        longest = max(len(sample.input_ids) for sample in planned)
+        padded = [sample.input_ids + [0] * (longest - len(sample.input_ids)) for sample in planned]
+        input_ids = torch.tensor(padded, device=self._model.device)
+        with HiddenStateCapture(self._model, self._layer_ids) as capture:
+            final = decoder_of(self._model)(input_ids=input_ids, use_cache=False).last_hidden_state
+            hidden = capture.hidden()
+        for row, sample in enumerate(planned):
+            mask = torch.tensor(sample.loss_mask, dtype=torch.uint8)
+            last = final[row, : len(sample.input_ids)][mask.bool().to(final.device)]
+            yield CachedSample(
+                id=sample.id,
+                input_ids=torch.tensor(sample.input_ids),
+                loss_mask=mask,
+                hidden=hidden[row, : len(sample.input_ids)].to("cpu", torch.bfloat16),
+                last_hidden=last.to("cpu", torch.bfloat16),
+                log_z=self._log_z(last).cpu(),
+            )
+
+    def _log_z(self, last_hidden: torch.Tensor) -> torch.Tensor:
+        """Log-sum-exp of the target's logits over the real vocabulary, padding rows left out: [S] float32."""
+        return torch.logsumexp(self._model.lm_head(last_hidden)[:, : self._vocabulary].float(), dim=-1)
+
+
+def refuse_unsupported_head(model: Any) -> None:
+    """Raises: ValueError naming a head transform that drafters do not reproduce yet, or a biased head."""
+    for name in UNSUPPORTED_HEADS:
+        value = getattr(model.config, name, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(f"target {type(model).__name__} has {name} = {value}; drafters for it are not supported")
+    if getattr(model.lm_head, "bias", None) is not None:
+        raise ValueError(f"target {type(model).__name__} has a head with bias; drafters for it are not supported")
+
+
+def resolve_layer_ids(config: CacheConfig, num_target_layers: int) -> tuple[int, ...]:
+    """The configured ids or the default ones. Raises: ValueError for ids the target cannot give."""
+    layer_ids = config.target_layer_ids or default_layer_ids(num_target_layers)
+    check_layer_ids(layer_ids, num_target_layers)
+    return layer_ids
+
+
+def _samples(row: dict[str, Any], max_length: int) -> Iterator[PlannedSample]:
+    for number, sequence in enumerate(training_sequences(row["turns"])):
+        sequence = truncate(sequence, max_length)
+        name = row["id"] if number == 0 else f"{row['id']}#{number}"
+        yield PlannedSample(name, row["split"], row["domain"], list(sequence.input_ids), list(sequence.loss_mask))
+
+
+def _within_budget(
+    rows: list[list[PlannedSample]], config: CacheConfig, *, hidden_size: int, num_layers: int
+) -> list[list[PlannedSample]]:
+    """Rows in a seeded order until the next one does not fit, back in their first order."""
+    order = list(range(len(rows)))
+    random.Random(config.seed).shuffle(order)
+    chosen: list[int] = []
+    used = 0
+    for index in order:
+        tokens = sum(len(sample.input_ids) for sample in rows[index])
+        supervised = sum(sum(sample.loss_mask) for sample in rows[index])
+        used += bytes_of(tokens, supervised, hidden_size=hidden_size, num_layers=num_layers)
+        if used > config.max_cache_bytes:
+            break
+        chosen.append(index)
+    return [rows[index] for index in sorted(chosen)]
+
+
+def _deal(samples: list[PlannedSample], shard_tokens: int) -> Iterator[list[PlannedSample]]:
+    shard: list[PlannedSample] = []
+    tokens = 0
+    for sample in samples:
+        if shard and tokens + len(sample.input_ids) > shard_tokens:
+            yield shard
+            shard, tokens = [], 0
+        shard.append(sample)
+        tokens += len(sample.input_ids)
+    if shard:
+        yield shard
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,82 @@
+"""The target's hidden states, captured the same way for the cache, for evaluation and for serving.
+
+Legend: B sequences, T tokens, d hidden size, m captured layers.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EMBEDDINGS = -1
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
+    """Raises: ValueError unless ids ascend strictly within -1 (embeddings) … num_target_layers - 2.
+
+    The last layer is refused: libraries disagree on whether its state is taken before or after the final norm.
+    """
+    ids = list(layer_ids)
+    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+        raise ValueError(f"target_layer_ids must be strictly increasing and not empty, got {ids}")
+    if ids[-1] >= num_target_layers - 1:
+        raise ValueError(
+            f"target_layer_ids {ids}: layer {ids[-1]} is not below the last layer of a target with "
+            f"{num_target_layers} layers; use ids up to {num_target_layers - 2}"
+        )
+    if ids[0] < EMBEDDINGS:
+        raise ValueError(f"target_layer_ids {ids}: ids start at {EMBEDDINGS}, which means the embeddings")
+
+
+class HiddenStateCapture:
+    """Collects decoder layer outputs (before the final norm) of every forward pass inside a `with` block.
+
+    layer_ids: 0-based decoder layers, -1 = embeddings. After a forward, `hidden()` is [B, T, m*d] in that order.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
+        decoder = decoder_of(model)
+        check_layer_ids(layer_ids, len(decoder.layers))
+        self.layer_ids = tuple(layer_ids)
+        self._modules = [decoder.embed_tokens if i == EMBEDDINGS else decoder.layers[i] for i in self.layer_ids]
+        self._states: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "HiddenStateCapture":
+        self._hooks = [
+            module.register_forward_hook(self._keep(position)) for position, module in enumerate(self._modules)
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._states = {}
+
+    def hidden(self) -> Tensor:
+        """States of the latest forward pass: [B, T, m*d], layers concatenated in the order of layer_ids."""
+        assert len(self._states) == len(self._modules), "no forward pass inside the capture yet"
+        return torch.cat([self._states[i] for i in range(len(self._modules))], dim=-1)
+
+    def _keep(self, position: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._states[position] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The module that holds `embed_tokens`, `layers` and `norm` of a HF causal LM.
+
+    Raises: ValueError naming the class when it does not have that form.
+    """
+    decoder = getattr(model, "model", model)
+    decoder = getattr(decoder, "language_model", decoder)
+    if not all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm")):
+        raise ValueError(f"target class {type(model).__name__} has no embed_tokens/layers/norm; it cannot be captured")
+    return decoder

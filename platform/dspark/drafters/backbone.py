@@ -1,0 +1,167 @@
+"""The parallel backbone of DSpark and DFlash: all slots of a block in one pass over the target's features.
+
+Legend: B sequences, L context tokens, A anchors per sequence, G block size, d hidden, m captured layers,
+V' draft vocabulary, K key/value heads, D head width.
+Source: DSpark §3.1; DFlash.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.drafters.base import BlockBatch
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.layers import DraftLayer, RMSNorm, RotaryEmbedding
+
+
+@dataclass
+class BackboneState:
+    """Context of one request: keys and values per layer, each [1, num_tokens, K, D], and the newest feature [d].
+
+    With a sliding window only the newest window is held; `first_position` is the position of its first entry.
+    """
+
+    num_tokens: int = 0
+    first_position: int = 0
+    keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    newest_feature: Tensor | None = None
+
+
+class AnchorFusion(nn.Module):
+    """Adds the anchor and the newest context feature to every block input; an extension of ours.
+
+    Slot 0 already holds the anchor's embedding; the mask slots would see it only through attention. Zero at start.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.anchor_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.mask_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.slot_embedding = nn.Parameter(torch.zeros(config.block_size, config.hidden_size))
+        nn.init.zeros_(self.anchor_proj.weight)
+        nn.init.zeros_(self.mask_proj.weight)
+
+    def forward(self, inputs: Tensor, feature: Tensor) -> Tensor:
+        """[B, A, G, d]. inputs: [B, A, G, d], slot 0 = anchor embedding; feature: [B, A, d], C[p-1]."""
+        seen = torch.cat([inputs[:, :, 0], feature], dim=-1)
+        shift = torch.cat(
+            [
+                self.anchor_proj(seen).unsqueeze(2),
+                self.mask_proj(seen).unsqueeze(2).expand(-1, -1, inputs.shape[2] - 1, -1),
+            ],
+            dim=2,
+        )
+        return inputs + shift + self.slot_embedding
+
+
+class Backbone(nn.Module):
+    """Features of the target and an anchor in, hidden states of all slots out.
+
+    `embed_tokens` and `lm_head` are copies of the target's and frozen; the mask slots' input is row
+    `mask_token_id` of the embedding, trainable as `mask_embedding` when the config says so.
+    """
+
+    d2t: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        d = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, d)
+        self.lm_head = nn.Linear(d, self.head_rows, bias=False)
+        self.embed_tokens.requires_grad_(False)
+        self.lm_head.requires_grad_(False)
+        self.mask_embedding = nn.Parameter(torch.zeros(d), requires_grad=config.learned_mask_embedding)
+        self.fc = nn.Linear(config.feature_size, d, bias=False)
+        self.hidden_norm = RMSNorm(d, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(d, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config)
+        self.anchor_fusion = AnchorFusion(config) if config.anchor_fusion else None
+        self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=False)
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the stored head: V' when reduced, else all of the target's, padding rows included."""
+        config = self.config
+        return config.draft_vocab_size if config.has_reduced_vocabulary else config.vocab_size
+
+    def head_weight(self) -> Tensor:
+        """[V', d]: rows of the frozen head that can be proposed."""
+        return self.lm_head.weight[: self.config.draft_vocab_size]
+
+    def base_logits(self, h: Tensor) -> Tensor:
+        """U of eq. 4: [..., V'] float32. h: [..., d]."""
+        return F.linear(h, self.head_weight()).float()
+
+    def context_features(self, target_hidden: Tensor) -> Tensor:
+        """C = RMSNorm(W_c [H^l1; …; H^lm]): [..., d]. target_hidden: [..., m*d]."""
+        return self.hidden_norm(self.fc(target_hidden))
+
+    def block_states(self, batch: BlockBatch) -> Tensor:
+        """Hidden states of all slots of all blocks, after the final norm: [B, A, G, d]."""
+        features = self.context_features(batch.target_hidden)
+        positions = torch.arange(features.shape[1], device=features.device)
+        cos, sin = self.rotary(positions)
+        keys_values = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+        newest = (batch.anchors - 1).clamp_min(0)
+        feature = features.gather(1, newest.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
+        anchor_ids = batch.input_ids.gather(1, batch.anchors)
+        return self._run(anchor_ids, batch.anchors, feature, keys_values, positions)
+
+    def extend(self, state: BackboneState, target_hidden: Tensor) -> None:
+        """Append the features of the next committed positions to a request's context. target_hidden: [n, m*d]."""
+        if target_hidden.shape[0] == 0:
+            return
+        features = self.context_features(target_hidden.unsqueeze(0))
+        positions = torch.arange(state.num_tokens, state.num_tokens + features.shape[1], device=features.device)
+        cos, sin = self.rotary(positions)
+        added = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+        if state.keys_values:
+            added = [
+                (torch.cat([old[0], new[0]], dim=1), torch.cat([old[1], new[1]], dim=1))
+                for old, new in zip(state.keys_values, added, strict=True)
+            ]
+        state.num_tokens += features.shape[1]
+        state.newest_feature = features[0, -1]
+        if self.config.sliding_window is not None:
+            # Slot 0 sits at position num_tokens and sees the last window - 1 context tokens.
+            keep = self.config.sliding_window - 1
+            added = [(k[:, max(0, k.shape[1] - keep) :], v[:, max(0, v.shape[1] - keep) :]) for k, v in added]
+        state.keys_values = added
+        state.first_position = state.num_tokens - added[0][0].shape[1]
+
+    def draft_states(self, state: BackboneState, anchor_id: int) -> Tensor:
+        """Hidden states of the block whose anchor sits at position `state.num_tokens`: [G, d]."""
+        assert state.newest_feature is not None, "a request's context must hold a token before it is drafted for"
+        device = state.newest_feature.device
+        anchors = torch.tensor([[state.num_tokens]], device=device)
+        positions = torch.arange(state.first_position, state.num_tokens, device=device)
+        anchor_ids = torch.tensor([[anchor_id]], device=device)
+        feature = state.newest_feature.view(1, 1, -1)
+        return self._run(anchor_ids, anchors, feature, state.keys_values, positions)[0, 0]
+
+    def _run(
+        self,
+        anchor_ids: Tensor,
+        anchors: Tensor,
+        feature: Tensor,
+        keys_values: list[tuple[Tensor, Tensor]],
+        context_positions: Tensor,
+    ) -> Tensor:
+        """anchor_ids, anchors: [B, A]; feature: [B, A, d]; keys_values: per layer [B, L, K, D]; positions: [L]."""
+        block = self.config.block_size
+        masks = self.mask_embedding.to(feature.dtype).expand(*anchors.shape, block - 1, -1)
+        h = torch.cat([self.embed_tokens(anchor_ids).to(feature.dtype).unsqueeze(2), masks], dim=2)
+        if self.anchor_fusion is not None:
+            h = self.anchor_fusion(h, feature)
+        slots = anchors.unsqueeze(-1) + torch.arange(block, device=anchors.device)  # [B, A, G] positions
+        context_mask = (context_positions < anchors.unsqueeze(-1)).unsqueeze(2).expand(-1, -1, block, -1)
+        if self.config.sliding_window is not None:
+            context_mask = context_mask & (slots.unsqueeze(-1) - context_positions < self.config.sliding_window)
+        cos, sin = self.rotary(slots)
+        for layer, context_kv in zip(self.layers, keys_values, strict=True):
+            h = layer(h, context_kv, cos, sin, context_mask)
+        return self.norm(h)

@@ -1,0 +1,176 @@
+"""A drafter on disk: DeepSpec's `config.json` and `model.safetensors`, read by other engines where no extension is on.
+
+Tensor names and config keys: DeepSpec; `d2t` holds offsets (target id - draft id), as EAGLE-3 and vLLM read it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dspark.drafters import build_drafter
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dflash import DFlashDrafter
+from dspark.drafters.dspark import DSparkDrafter
+from dspark.errors import Mismatch, MissingInput
+from dspark.provenance import read_json, temporary_sibling, write_json
+
+EXCHANGE_ARCHITECTURE = "Qwen3DSparkModel"
+EXTENDED_ARCHITECTURE = "DSparkFusionModel"
+BACKBONE = "backbone."
+
+
+def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Path, *, dtype: torch.dtype) -> None:
+    """Write `config.json` and `model.safetensors` (each whole or not at all) into `folder`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = drafter.config
+    tensors = {name.removeprefix(BACKBONE): value.detach() for name, value in drafter.state_dict().items()}
+    mask = tensors.pop("mask_embedding")
+    embedding = tensors["embed_tokens.weight"].clone()
+    embedding[config.mask_token_id] = mask
+    tensors["embed_tokens.weight"] = embedding
+    stored = {name: value.to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    if config.has_reduced_vocabulary:
+        stored["d2t"] = (drafter.backbone.d2t - torch.arange(config.draft_vocab_size)).to("cpu", torch.int64)
+    path = folder / "model.safetensors"
+    temporary = temporary_sibling(path)
+    save_file(stored, str(temporary), metadata={"format": "pt"})
+    temporary.chmod(0o644)
+    temporary.replace(path)
+    write_json(folder / "config.json", to_deepspec(config, dtype=str(dtype).removeprefix("torch.")))
+
+
+def load_drafter(
+    folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", trainable: bool = False
+) -> DSparkDrafter | DFlashDrafter:
+    """The drafter stored in `folder`; in eval mode and wholly frozen unless `trainable`.
+
+    Raises: MissingInput without a checkpoint; Mismatch when config and tensors do not belong together.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
+        raise MissingInput(f"no drafter at {folder} (config.json and model.safetensors); make one with jobs/train.py")
+    config = from_deepspec(read_json(folder / "config.json"))
+    tensors = load_file(str(folder / "model.safetensors"))
+    offsets = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    drafter = build_drafter(config)
+    if config.has_reduced_vocabulary:
+        drafter.backbone.d2t = _draft_to_target(offsets, config, folder)
+    _load_tensors(drafter, tensors, folder)
+    drafter = drafter.to(device=device, dtype=dtype)
+    return drafter if trainable else drafter.eval().requires_grad_(False)
+
+
+def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
+    """The `config.json` content of a drafter."""
+    shared = config.model_dump(
+        exclude={"architecture", "anchor_fusion", "sliding_window"}, mode="json"
+    )
+    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+    content = shared | {
+        "architectures": [EXTENDED_ARCHITECTURE if config.anchor_fusion else EXCHANGE_ARCHITECTURE],
+        "model_type": "qwen3",
+        "layer_types": [kind] * config.num_hidden_layers,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+        # Block slots see each other both ways; engines take sliding layers for causal ones without this.
+        "is_causal": False,
+        "target_hidden_size": config.hidden_size,
+        "sample_from_anchor": True,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": dtype,
+    }
+    if config.anchor_fusion:
+        content["anchor_fusion"] = True
+    if not config.markov_rank:
+        del content["markov_head_type"]
+    return content
+
+
+def from_deepspec(content: dict[str, Any]) -> DrafterConfig:
+    """The drafter's shape from a `config.json` of ours or of DeepSpec.
+
+    Raises: ValueError naming what is missing or not understood.
+    """
+    architectures = content.get("architectures") or []
+    if not set(architectures) & {EXCHANGE_ARCHITECTURE, EXTENDED_ARCHITECTURE}:
+        raise ValueError(
+            f"drafter architectures {architectures} are not known; known: {EXCHANGE_ARCHITECTURE}, {EXTENDED_ARCHITECTURE}"
+        )
+    if content.get("attention_bias"):
+        raise ValueError("drafter has attention_bias true; draft layers here have no biases")
+    vocab_size = content["vocab_size"]
+    valid = content.get("valid_vocab_size", vocab_size)
+    is_dspark = bool(content.get("markov_rank") or content.get("enable_confidence_head"))
+    known = {
+        name: content[name]
+        for name in DrafterConfig.model_fields
+        if name in content and name not in ("sliding_window", "rope_parameters")
+    }
+    layer_types = set(content.get("layer_types") or ["full_attention"])
+    if len(layer_types) > 1:
+        raise ValueError(f"drafter layer_types mix {sorted(layer_types)}; all layers must be of one type")
+    return DrafterConfig(
+        **known
+        | {
+            "architecture": "dspark" if is_dspark else "dflash",
+            "rope_parameters": rope_parameters(content),
+            "sliding_window": content.get("sliding_window") if layer_types == {"sliding_attention"} else None,
+            "valid_vocab_size": valid,
+            "draft_vocab_size": content.get("draft_vocab_size") or valid,
+            "confidence_head_with_markov": content.get("confidence_head_with_markov", False),
+            "target_layer_ids": tuple(content["target_layer_ids"]),
+        }
+    )
+
+
+def rope_parameters(content: dict[str, Any]) -> dict[str, Any]:
+    """{"rope_theta", "rope_type", …} from a config in the nested or in the old flat form.
+
+    Raises: ValueError when no base is given: a default would silently be the wrong one.
+    """
+    nested = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    theta = nested.get("rope_theta", content.get("rope_theta"))
+    if theta is None:
+        raise ValueError("config has neither rope_parameters.rope_theta nor rope_theta; the rotary base is unknown")
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    return {k: v for k, v in nested.items() if k != "type"} | {"rope_theta": theta, "rope_type": kind}
+
+
+def _draft_to_target(offsets: Tensor | None, config: DrafterConfig, folder: Path) -> Tensor:
+    if offsets is None or offsets.numel() != config.draft_vocab_size:
+        found = "none" if offsets is None else offsets.numel()
+        raise Mismatch(
+            f"drafter {folder}: d2t has {found} entries but draft_vocab_size is {config.draft_vocab_size}; export it again"
+        )
+    target_ids = torch.arange(config.draft_vocab_size) + offsets.long()
+    if int(target_ids.min()) < 0 or int(target_ids.max()) >= config.valid_vocab_size:
+        raise Mismatch(
+            f"drafter {folder}: d2t maps to ids {int(target_ids.min())}..{int(target_ids.max())} outside the "
+            f"vocabulary of {config.valid_vocab_size}; it must hold offsets (target id - draft id)"
+        )
+    return target_ids
+
+
+def _load_tensors(drafter: DSparkDrafter | DFlashDrafter, tensors: dict[str, Tensor], folder: Path) -> None:
+    heads = ("markov_head.", "confidence_head.")
+    named = {name if name.startswith(heads) else BACKBONE + name: value for name, value in tensors.items()}
+    named[f"{BACKBONE}mask_embedding"] = tensors["embed_tokens.weight"][drafter.config.mask_token_id].clone()
+    expected = {name: value.shape for name, value in drafter.state_dict().items()}
+    for name in sorted(expected.keys() ^ named.keys()):
+        state = "missing from" if name in expected else "unknown in"
+        raise Mismatch(f"drafter {folder}: tensor {name.removeprefix(BACKBONE)} is {state} model.safetensors")
+    for name, shape in expected.items():
+        if named[name].shape != shape:
+            raise Mismatch(
+                f"drafter {folder}: tensor {name.removeprefix(BACKBONE)} has shape {list(named[name].shape)}, "
+                f"config.json asks for {list(shape)}"
+            )
+    drafter.load_state_dict(named)

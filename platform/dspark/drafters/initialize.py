@@ -1,0 +1,171 @@
+"""An untrained drafter made from its target: shape, frozen embedding and head, warm start of the layers."""
+
+from typing import Any, Literal
+
+import pydantic
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from dspark.config import Config
+from dspark.drafters import build_drafter
+from dspark.drafters.backbone import Backbone
+from dspark.drafters.checkpoint import rope_parameters
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dflash import DFlashDrafter
+from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.layers import DraftLayer
+
+INITIAL_STD = 0.02
+
+
+class DrafterShape(Config):
+    """What a user chooses about a drafter; everything else follows from the target.
+
+    draft_vocab_size: V' most frequent answer tokens, None for all. mask_token: text or id of the token whose
+    embedding row feeds the mask slots; None takes the tokenizer's mask token. warm_start: draft layers copied
+    from the target's last ones. anchor_fusion: learns faster on small budgets; other engines cannot load it.
+    """
+
+    architecture: Literal["dspark", "dflash"] = "dspark"
+    num_layers: int = pydantic.Field(default=5, gt=0)
+    block_size: int = pydantic.Field(default=7, gt=0)
+    draft_vocab_size: int | None = pydantic.Field(default=None, gt=0)
+    mask_token: str | int | None = None
+    learned_mask_embedding: bool = False
+    sliding_window: int | None = None
+    anchor_fusion: bool = False
+    markov_rank: int = pydantic.Field(default=256, ge=0)
+    confidence_head: bool = True
+    warm_start: bool = False
+
+
+def drafter_config(
+    shape: DrafterShape,
+    target: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    target_layer_ids: tuple[int, ...],
+    valid_vocab_size: int,
+) -> DrafterConfig:
+    """The drafter's full shape. Raises: ValueError for a mask token that cannot be told apart from padding or EOS."""
+    is_dspark = shape.architecture == "dspark"
+    heads = target.num_attention_heads
+    return DrafterConfig(
+        architecture=shape.architecture,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_parameters=rope_parameters(target.to_dict()),
+        max_position_embeddings=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
+        valid_vocab_size=min(valid_vocab_size, target.vocab_size),
+        draft_vocab_size=min(shape.draft_vocab_size or valid_vocab_size, valid_vocab_size, target.vocab_size),
+        target_layer_ids=target_layer_ids,
+        num_target_layers=target.num_hidden_layers,
+        block_size=shape.block_size,
+        mask_token_id=resolve_mask_token(shape.mask_token, tokenizer, target.vocab_size),
+        learned_mask_embedding=shape.learned_mask_embedding,
+        sliding_window=shape.sliding_window,
+        anchor_fusion=shape.anchor_fusion,
+        markov_rank=shape.markov_rank if is_dspark else 0,
+        enable_confidence_head=shape.confidence_head and is_dspark,
+        confidence_head_with_markov=shape.confidence_head and is_dspark and shape.markov_rank > 0,
+    )
+
+
+def resolve_mask_token(mask_token: str | int | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """Id of the mask token. Raises: ValueError when there is none, or it is padding, EOS or unknown."""
+    if mask_token is None:
+        mask_id = tokenizer.mask_token_id
+        if mask_id is None:
+            raise ValueError("the target's tokenizer has no mask token; set drafter.mask_token to an unused special token")
+    elif isinstance(mask_token, int):
+        mask_id = mask_token
+    else:
+        mask_id = tokenizer.convert_tokens_to_ids(mask_token)
+        if mask_id is None or mask_id == tokenizer.unk_token_id:
+            raise ValueError(f"drafter.mask_token {mask_token!r} is not a token of the target's tokenizer")
+    if mask_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        raise ValueError(f"drafter.mask_token {mask_token!r} is the padding or end token (id {mask_id}); use an unused one")
+    if not 0 <= mask_id < vocab_size:
+        raise ValueError(f"drafter.mask_token id {mask_id} is outside the target's vocabulary of {vocab_size}")
+    return int(mask_id)
+
+
+def new_drafter(
+    config: DrafterConfig, target: Any, *, draft_to_target: Tensor, sample_features: Tensor, warm_start: bool, seed: int
+) -> DSparkDrafter | DFlashDrafter:
+    """A drafter ready to be trained: frozen parts from the target, layers warm-started or random.
+
+    target: the HF causal LM. draft_to_target: [V'] ascending target ids. sample_features: [n, m*d] float32, states
+    from the cache that set the scale of the head norms in a warm start.
+    """
+    torch.manual_seed(seed)
+    drafter = build_drafter(config)
+    for module in drafter.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=INITIAL_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+    backbone = drafter.backbone
+    if backbone.anchor_fusion is not None:
+        nn.init.zeros_(backbone.anchor_fusion.anchor_proj.weight)
+        nn.init.zeros_(backbone.anchor_fusion.mask_proj.weight)
+    with torch.no_grad():
+        _copy_frozen(backbone, target, draft_to_target)
+        if warm_start:
+            _warm_start(backbone, target, sample_features)
+    return drafter
+
+
+def _copy_frozen(backbone: Backbone, target: Any, draft_to_target: Tensor) -> None:
+    """Embedding and head rows of the target, whether the target ties them or not."""
+    embedding = target.get_input_embeddings().weight.float()
+    head = target.get_output_embeddings().weight.float()
+    backbone.embed_tokens.weight.copy_(embedding)
+    backbone.lm_head.weight.copy_(head[draft_to_target] if backbone.config.has_reduced_vocabulary else head)
+    backbone.mask_embedding.copy_(embedding[backbone.config.mask_token_id])
+    if backbone.config.has_reduced_vocabulary:
+        backbone.d2t = draft_to_target.clone()
+
+
+def _warm_start(backbone: Backbone, target: Any, sample_features: Tensor) -> None:
+    """Draft layers = the target's last layers; C = the last captured layer, normed.
+
+    The context C has no norm of its own in a draft layer, so the weight of the target's input norm is folded into
+    the projections and both norms start at one. The target has no head norms: theirs start at the scale its
+    queries and keys have on real features, so that attention starts about as sharp as in the target.
+    """
+    decoder = target.model
+    sources = decoder.layers[len(decoder.layers) - len(backbone.layers) :]
+    size = backbone.config.hidden_size
+    backbone.fc.weight.zero_()
+    backbone.fc.weight[:, -size:] = torch.eye(size)
+    backbone.norm.weight.copy_(decoder.norm.weight.float())
+    normed = backbone.context_features(sample_features)
+    for layer, source in zip(backbone.layers, sources, strict=True):
+        assert isinstance(layer, DraftLayer)
+        _copy_layer(layer, source, normed)
+
+
+def _copy_layer(layer: DraftLayer, source: Any, normed: Tensor) -> None:
+    attention, scale = layer.self_attn, source.input_layernorm.weight.float()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(attention, name).weight.copy_(getattr(source.self_attn, name).weight.float() * scale)
+    attention.o_proj.weight.copy_(source.self_attn.o_proj.weight.float())
+    for norm_name, projection in (("q_norm", attention.q_proj), ("k_norm", attention.k_proj)):
+        given = getattr(source.self_attn, norm_name, None)
+        norm = getattr(attention, norm_name)
+        if given is not None:
+            norm.weight.copy_(given.weight.float())
+        else:
+            heads = projection(normed).unflatten(-1, (-1, attention.head_dim))
+            norm.weight.fill_(float(heads.square().mean(dim=-1).sqrt().mean()))
+    layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight.float())
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight.float())

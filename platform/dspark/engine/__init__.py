@@ -1,0 +1,1 @@
+"""What turns target logits into committed tokens."""

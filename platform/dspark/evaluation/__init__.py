@@ -1,0 +1,1 @@
+"""Accepted length, confidence and reports."""

@@ -1,0 +1,148 @@
+"""What is to be measured: which drafter on which target, which prompts in which mode, and what of it is done."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark.config import build_config
+from dspark.data.chat import ChatConfig
+from dspark.data.prompts import Prompt, PromptSet
+from dspark.errors import MissingInput
+from dspark.evaluation.config import EvaluateConfig, EvaluationMode
+from dspark.provenance import file_sha256, fingerprint, read_json, require_same
+from dspark.targets import TargetConfig, target_identity
+
+DRAFTER_FILES = ("config.json", "model.safetensors", "provenance.json")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The drafter under test, the target it drafts for, and how both are talked to."""
+
+    drafter: str
+    target: TargetConfig
+    identity: dict[str, Any]
+    chat: ChatConfig
+    drafter_sha256: str
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One prompt in one mode. request: fingerprint of all that its result depends on, beside the prompt."""
+
+    prompt: Prompt
+    mode: EvaluationMode
+    request: str
+    compare: bool
+    time_plain: bool
+
+    def is_answered_by(self, row: Mapping[str, Any]) -> bool:
+        """Whether an earlier result row is what this item would give, with all the extras asked for."""
+        if (row["id"], row["mode"], row["request"]) != (self.prompt.id, self.mode.name, self.request):
+            return False
+        if row["prompt"] != fingerprint(self.prompt.messages) or row["domain"] != self.prompt.domain:
+            return False
+        has_comparison = all(turn["comparison"] is not None for turn in row["turns"])
+        has_plain = all(turn["plain"] is not None for turn in row["turns"])
+        return (has_comparison or not self.compare) and (has_plain or not self.time_plain)
+
+
+def open_subject(config: EvaluateConfig) -> Subject:
+    """Raises: MissingInput without a complete drafter folder; Mismatch if it was trained for another target."""
+    folder = Path(config.drafter)
+    for name in DRAFTER_FILES:
+        if not (folder / name).is_file():
+            raise MissingInput(f"no complete drafter at {folder} ({name} is missing); make one with jobs/train.py")
+    provenance = read_json(folder / "provenance.json")
+    recorded = build_config(TargetConfig, provenance["target_config"], source=f"{folder}/provenance.json")
+    target = config.target or recorded
+    identity = target_identity(target)
+    remedy = "measure it on the target it was trained for, or train one with jobs/train.py"
+    require_same(f"drafter {folder} and target {target.name}", identity, provenance["target"], remedy=remedy)
+    chat = build_config(ChatConfig, provenance["chat"], source=f"{folder}/provenance.json")
+    digest = fingerprint([file_sha256(folder / "config.json"), file_sha256(folder / "model.safetensors")])
+    return Subject(str(folder.resolve()), target, identity, chat, digest)
+
+
+def request_of(config: EvaluateConfig, subject: Subject, mode: EvaluationMode) -> str:
+    """Fingerprint of what decides a rollout: a result row is used again only under the same one."""
+    return fingerprint(
+        {
+            "drafter": subject.drafter_sha256,
+            "target": subject.identity,
+            "dtype": subject.target.dtype,
+            "chat": subject.chat.model_dump(),
+            "mode": mode.model_dump(),
+            "max_new_tokens": config.max_new_tokens,
+            "verify_length": config.verify_length,
+            "seed": config.seed,
+        }
+    )
+
+
+def select_prompts(prompts: PromptSet, config: EvaluateConfig) -> tuple[list[Prompt], dict[str, int]]:
+    """The prompts to measure, and rows left out by reason: rows read = selected + left out.
+
+    Raises: ValueError when no row is held out.
+    """
+    heldout = [prompt for prompt in prompts.prompts if prompt.split == "heldout"]
+    if not heldout:
+        raise ValueError(
+            f"none of {len(prompts.prompts)} prompts is held out; give heldout prompts, set prompts[].split to heldout "
+            "or raise heldout_fraction"
+        )
+    selected = heldout
+    if config.prompts_per_domain is not None:
+        chosen = set()
+        for group in _by_domain(heldout).values():
+            ranked = sorted(group, key=lambda prompt: fingerprint([config.seed, prompt.id]))
+            chosen |= {prompt.id for prompt in ranked[: config.prompts_per_domain]}
+        selected = [prompt for prompt in heldout if prompt.id in chosen]
+    left_out = prompts.rejected_by_reason | {
+        "over limit": prompts.num_over_limit,
+        "train split": len(prompts.prompts) - len(heldout),
+        "over prompts_per_domain": len(heldout) - len(selected),
+    }
+    return selected, {reason: count for reason, count in left_out.items() if count}
+
+
+def plan_work(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> list[WorkItem]:
+    """Every prompt in every mode; plain timing and comparison go to the first prompts of each domain."""
+    ranks = {
+        prompt.id: (rank, number)
+        for number, group in enumerate(_by_domain(prompts).values())
+        for rank, prompt in enumerate(group)
+    }
+    compared = set(sorted(ranks, key=lambda prompt_id: ranks[prompt_id])[: config.compare_with_generate])
+    return [
+        WorkItem(
+            prompt=prompt,
+            mode=mode,
+            request=request_of(config, subject, mode),
+            compare=mode.temperature == 0 and prompt.id in compared,
+            time_plain=ranks[prompt.id][0] < config.time_plain,
+        )
+        for mode in config.modes
+        for prompt in prompts
+    ]
+
+
+def split_done(items: Iterable[WorkItem], rows: Iterable[Mapping[str, Any]]) -> tuple[list[Any], list[WorkItem]]:
+    """(rows that answer an item, one each; items still to do). Rows that answer none are results of something else."""
+    latest = {(row["id"], row["mode"], row["request"]): row for row in rows}
+    done, to_do = [], []
+    for item in items:
+        row = latest.get((item.prompt.id, item.mode.name, item.request))
+        if row is not None and item.is_answered_by(row):
+            done.append(row)
+        else:
+            to_do.append(item)
+    return done, to_do
+
+
+def _by_domain(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.domain, []).append(prompt)
+    return groups

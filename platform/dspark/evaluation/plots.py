@@ -1,0 +1,109 @@
+"""Plots of the report as inline pictures. matplotlib's object interface only: no windows, no global state."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = ("#2563a8", "#c2571a", "#2f855a", "#8250a8", "#7a7a7a")
+LINE_STYLES = ("-", "--", ":", "-.")
+LOSSES = ("loss", "ce", "tv", "confidence")
+INK, GRID = "#333333", "#e3e6ea"
+
+
+def training_plot(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Losses and expected accepted length over steps, as a data URI; None when there is nothing to show.
+
+    Rows are {"step", "loss", …} of training steps and {"step", "heldout": {…}} of validations.
+    """
+    steps = [row for row in history if "loss" in row]
+    if len(steps) < 2:
+        return None
+    heldout = [row | row["heldout"] for row in history if "heldout" in row]
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for colour, name in zip(COLOURS, LOSSES, strict=False):
+        _curve(left, steps, name, colour=colour, label={"ce": "CE", "tv": "TV"}.get(name, name))
+    _finish(left, "training loss", "step", "")
+    _curve(right, steps, "expected_accepted_length", colour=COLOURS[0], label="training")
+    if heldout:
+        points = [(row["step"], row["expected_accepted_length"]) for row in heldout]
+        right.plot(*zip(*points, strict=True), "o-", color=COLOURS[1], markersize=4, linewidth=1, label="held-out")
+    _finish(right, "expected accepted length (tau, teacher forced)", "step", "tokens per round")
+    return _data_uri(figure)
+
+
+def acceptance_plot(evaluations: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Conditional acceptance by position: a panel per mode and domain, a line per drafter; None without figures."""
+    modes = _ordered(mode for metrics in evaluations.values() for mode in metrics["modes"])
+    domains = _ordered(
+        domain for metrics in evaluations.values() for mode in metrics["modes"].values() for domain in mode["domains"]
+    )
+    if not modes or not domains:
+        return None
+    figure = Figure(figsize=(3.4 * len(domains) + 0.6, 2.7 * len(modes) + 0.3), layout="constrained")
+    panels = figure.subplots(len(modes), len(domains), sharex=True, sharey=True, squeeze=False)
+    for row, mode in zip(panels, modes, strict=True):
+        for panel, domain in zip(row, domains, strict=True):
+            for number, (drafter, metrics) in enumerate(evaluations.items()):
+                figures = metrics["modes"].get(mode, {}).get("domains", {}).get(domain)
+                if figures is not None:
+                    _acceptance_line(panel, figures["conditional_acceptance"], drafter, number)
+            _finish(panel, f"{domain}, {mode}", "position", "")
+            panel.set_ylim(0, 1.02)
+        row[0].set_ylabel("conditional acceptance")
+    return _data_uri(figure)
+
+
+def _acceptance_line(panel: Axes, rates: Sequence[float | None], drafter: str, number: int) -> None:
+    values = [np.nan if rate is None else rate for rate in rates]
+    panel.plot(
+        range(1, len(values) + 1),
+        values,
+        LINE_STYLES[number % len(LINE_STYLES)],
+        marker="o",
+        markersize=4,
+        color=COLOURS[number % len(COLOURS)],
+        label=drafter,
+    )
+    panel.set_xticks(range(1, len(values) + 1))
+
+
+def _curve(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, *, colour: str, label: str) -> None:
+    """A faint line of the values and a firm one of their running mean over a twentieth of the run."""
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None and np.isfinite(row[name])]
+    if len(points) < 2:
+        return
+    steps, values = np.asarray(points, dtype=float).T
+    window = max(1, len(values) // 20)
+    weights = np.convolve(np.ones(len(values)), np.ones(window), mode="same")  # shorter windows at both ends
+    smooth = np.convolve(values, np.ones(window), mode="same") / weights
+    axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
+    axes.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
+
+
+def _finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left", color=INK)
+    axes.set_xlabel(x_label, fontsize=9)
+    axes.set_ylabel(y_label, fontsize=9)
+    axes.tick_params(labelsize=8, color=GRID)
+    axes.grid(color=GRID, linewidth=0.8)
+    for spine in axes.spines.values():
+        spine.set_color(GRID)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _ordered(names: Any) -> list[str]:
+    """Names in order of first appearance."""
+    return list(dict.fromkeys(names))
+
+
+def _data_uri(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=144)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

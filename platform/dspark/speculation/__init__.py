@@ -1,0 +1,1 @@
+"""The mathematics of one speculative cycle; torch only, no I/O."""

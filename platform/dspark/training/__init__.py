@@ -1,0 +1,1 @@
+"""Ray Train and DeepSpeed around a drafter."""

@@ -1,0 +1,216 @@
+"""The training loop of one Ray Train worker: step, validate, checkpoint, resume."""
+
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dspark.config import build_config
+from dspark.data.target_cache import TargetCache
+from dspark.drafters.checkpoint import load_drafter, save_drafter
+from dspark.errors import TrainingDiverged
+from dspark.training.batches import MicroBatch, StepSample, deal, make_micro_batch, step_samples
+from dspark.training.config import TrainConfig
+from dspark.training.losses import LossWeights
+from dspark.training.objective import StepTotals, compute_losses, normalised_loss, step_totals, weight_sums
+from dspark.training.precision import Autocast, use_fast_float32_products
+from dspark.training.progress import History
+from dspark.training.zero import load_engine, local_device, save_engine, start_engine, warmup_cosine
+
+log = logging.getLogger("dspark.train")
+
+FINAL = "final"
+
+
+class TrainLoop:
+    """One rank of a training run. All ranks make the same collective calls in the same order."""
+
+    def __init__(self, config: TrainConfig, run: dict[str, Any]) -> None:
+        context = ray.train.get_context()
+        self.config, self.rank, self.world = config, context.get_world_rank(), context.get_world_size()
+        self.device = local_device()
+        torch.set_num_threads(config.threads_per_worker)
+        use_fast_float32_products()
+        self.cache = TargetCache(config.cache)
+        self.train_indices = self.cache.indices("train")
+        self.validation_indices = self.cache.indices("heldout")[: config.validation_samples]
+        self.drafter = load_drafter(run["initial"], device=str(self.device), trainable=True)
+        shape = self.drafter.config
+        self.target_to_draft = torch.full((shape.vocab_size,), -1, dtype=torch.long)
+        self.target_to_draft[self.drafter.backbone.d2t.cpu()] = torch.arange(shape.draft_vocab_size)
+        micro_batches = len(deal([1] * config.sequences_per_step, config.sequences_per_micro_batch, self.world)[0])
+        self.model = Autocast(self.drafter, enabled=config.precision == "bfloat16")
+        self.engine = start_engine(
+            self.model,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            zero_stage=config.zero_stage,
+            micro_batches=micro_batches,
+            per_micro_batch=config.sequences_per_micro_batch,
+            schedule=warmup_cosine(config.steps, config.warmup_ratio),
+        )
+        self.step, self.skipped = 0, 0
+        self._resume()
+        self.history = History(run, start_step=self.step) if self.rank == 0 else None
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step; rank 0 writes the drafter. Returns the closing figures."""
+        config, started, first_step = self.config, time.monotonic(), self.step
+        validation = self._validate() if self.step == 0 else {}
+        while self.step < config.steps:
+            factors = config.loss_weights(self.step)
+            totals = self._train_step(factors)
+            self.step += 1
+            metrics = totals.metrics(factors) | {
+                "learning_rate": self.engine.get_lr()[0],
+                "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
+            }
+            self._watch(totals)
+            if self.step % config.validate_every == 0 or self.step == config.steps:
+                validation = self._validate()
+            if self.history is not None:
+                self.history.add_step(self.step, config.steps, metrics, log_line=self.step % config.log_every == 0)
+            if self.step % config.checkpoint_every == 0 or self.step == config.steps:
+                self._checkpoint()
+        seconds = time.monotonic() - started
+        blocks_per_step = config.sequences_per_step * config.anchors_per_sequence
+        return {"steps": self.step, "skipped_micro_batches": self.skipped, "validation": validation} | {
+            "seconds": round(seconds, 1),
+            "steps_per_s": round((self.step - first_step) / max(seconds, 1e-9), 3),
+            "max_anchors": self.step * blocks_per_step,
+            "anchors": int(self.history.anchors) if self.history is not None else 0,
+            "slots": int(self.history.slots) if self.history is not None else 0,
+        }
+
+    def _train_step(self, factors: LossWeights) -> StepTotals:
+        config = self.config
+        samples = step_samples(self.train_indices, self.step, config.sequences_per_step, config.seed)
+        micro_batches = self._micro_batches(samples, config.seed)
+        weights = self._sum_over_ranks(sum((weight_sums(micro) for micro in micro_batches), torch.zeros(2).double()))
+        # DeepSpeed averages over ranks and over accumulation; the loss is already normalised over the whole step.
+        scale = self.world * len(micro_batches)
+        totals, skipped = StepTotals.zeros(self.drafter.block_size), 0
+        for micro in micro_batches:
+            loss, micro_totals = self._forward(micro, weights, factors)
+            if loss is None:
+                skipped += micro is not None
+                loss = self._zero_loss()
+            else:
+                totals = totals + micro_totals
+            self.engine.backward(loss * scale)
+            self.engine.step()
+        summed = self._sum_over_ranks(torch.cat([totals.values, torch.tensor([float(skipped)], dtype=torch.float64)]))
+        self.skipped += int(summed[-1])
+        return StepTotals(summed[:-1], totals.block_size)
+
+    def _forward(
+        self, micro: MicroBatch | None, weights: Tensor, factors: LossWeights
+    ) -> tuple[Tensor | None, StepTotals]:
+        """The loss of a micro-batch and its figures; None when there is nothing in it or it is not finite."""
+        empty = StepTotals.zeros(self.drafter.block_size)
+        if micro is None:
+            return None, empty
+        losses = compute_losses(self.engine, self.drafter.backbone.head_weight(), micro)
+        loss = normalised_loss(losses, micro, weights, factors)
+        if not bool(loss.isfinite()):
+            log.warning("step %d: non-finite loss, micro-batch skipped", self.step)
+            return None, empty
+        return loss, step_totals(losses, micro, self.drafter.block_size)
+
+    def _zero_loss(self) -> Tensor:
+        """Zero gradients for every trainable weight: keeps the ranks' collectives in step."""
+        return sum((p.sum() * 0.0 for p in self.drafter.parameters() if p.requires_grad), torch.zeros(()))
+
+    def _micro_batches(self, samples: list[StepSample], seed: int) -> list[MicroBatch | None]:
+        lengths = [self.cache.entries[sample.index].num_tokens for sample in samples]
+        config = self.config
+        return [
+            make_micro_batch(
+                [(self.cache.load(samples[place].index), samples[place].epoch) for place in places],
+                num_anchors=config.anchors_per_sequence,
+                block_size=self.drafter.block_size,
+                position_decay=config.position_decay,
+                target_to_draft=self.target_to_draft,
+                seed=seed,
+                device=self.device,
+            )
+            for places in deal(lengths, config.sequences_per_micro_batch, self.world)[self.rank]
+        ]
+
+    def _watch(self, totals: StepTotals) -> None:
+        """Raises: TrainingDiverged when there is nothing to learn from, or too much that is not finite."""
+        if self.skipped > self.config.max_skipped:
+            raise TrainingDiverged(
+                f"{self.skipped} micro-batches had a non-finite loss (max_skipped {self.config.max_skipped}); "
+                "lower learning_rate or check the cache with jobs/cache.py"
+            )
+        if float(totals.values[0]) == 0.0 and self.skipped == 0:
+            raise TrainingDiverged(
+                f"step {self.step}: no supervised token in {self.config.sequences_per_step} sequences; "
+                "the answers carry no loss, check jobs/generate.py's output"
+            )
+
+    @torch.no_grad()
+    def _validate(self) -> dict[str, float]:
+        """Expected accepted length and acceptance on held-out samples, every sample once over all ranks."""
+        if not self.validation_indices:
+            return {}
+        totals = StepTotals.zeros(self.drafter.block_size)
+        factors = self.config.loss_weights(self.step)
+        samples = [StepSample(index, 0) for index in self.validation_indices]
+        for micro in self._micro_batches(samples, self.config.seed + 1):
+            if micro is not None:
+                losses = compute_losses(self.model, self.drafter.backbone.head_weight(), micro)
+                totals = totals + step_totals(losses, micro, self.drafter.block_size)
+        metrics = StepTotals(self._sum_over_ranks(totals.values), totals.block_size).metrics(factors)
+        if self.history is not None:
+            self.history.add_validation(self.step, metrics)
+        elif self.rank == 0:
+            log.info("held-out expected accepted length %.3f", metrics["expected_accepted_length"])
+        return metrics
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        if self.world > 1:
+            on_device = values.to(self.device)
+            dist.all_reduce(on_device)
+            return on_device.cpu()
+        return values
+
+    def _checkpoint(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            save_engine(self.engine, folder, {"step": self.step, "skipped": self.skipped})
+            final = self.step == self.config.steps
+            if self.rank == 0 and final:
+                save_drafter(self.drafter, Path(folder) / FINAL, dtype=torch.bfloat16)
+            ray.train.report(
+                {"step": self.step},
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_dir_name=f"step-{self.step:06d}",
+            )
+
+    def _resume(self) -> None:
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return
+        with checkpoint.as_directory() as folder:
+            state = load_engine(self.engine, folder)
+        self.step, self.skipped = state["step"], state["skipped"]
+        log.info("resumed at step %d from %s", self.step, checkpoint.path)
+
+
+def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
+    """What Ray Train runs on every worker. payload: {"config": …, "run": …}, plain values."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+    loop = TrainLoop(build_config(TrainConfig, payload["config"]), payload["run"])
+    try:
+        return loop.run()
+    finally:
+        if loop.history is not None:
+            loop.history.close()

@@ -1,0 +1,73 @@
+"""What a training run leaves behind as it goes: a line per step, a curve in MLflow, a word on the console."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from dspark.tracking import attach
+
+log = logging.getLogger("dspark.train")
+
+HISTORY = "history.jsonl"
+
+
+class History:
+    """Rank 0's record. Lines past the step that a run resumes at are dropped: those steps are trained again.
+
+    run: {"output": folder, "tracking_uri": …, "run_id": …}.
+    """
+
+    def __init__(self, run: dict[str, Any], *, start_step: int) -> None:
+        self.path = Path(run["output"]) / HISTORY
+        self._tracking = attach(run["tracking_uri"], run["run_id"])
+        kept = [row for row in read_history(run["output"]) if row["step"] <= start_step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self.anchors = sum(row.get("blocks", 0.0) for row in kept)
+        self.slots = sum(row.get("supervised_slots", 0.0) for row in kept)
+        self._start_step, self._started = start_step, time.monotonic()
+
+    def add_step(self, step: int, steps: int, metrics: dict[str, float], *, log_line: bool) -> None:
+        """Record a training step."""
+        self.anchors += metrics["blocks"]
+        self.slots += metrics["supervised_slots"]
+        self._append({"step": step} | metrics)
+        self._tracking.log_metrics({f"train/{name}": value for name, value in metrics.items()}, step)
+        if log_line:
+            rate = (step - self._start_step) / (time.monotonic() - self._started)
+            log.info(
+                "step %d/%d  loss %.3f  ce %.3f  tv %.3f  expected accepted length %.3f  lr %.2e  %.2f steps/s  %.0f s left",
+                step,
+                steps,
+                metrics["loss"],
+                metrics["ce"],
+                metrics["tv"],
+                metrics["expected_accepted_length"],
+                metrics["learning_rate"],
+                rate,
+                (steps - step) / rate,
+            )
+
+    def add_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Record figures on held-out samples."""
+        self._append({"step": step, "heldout": metrics})
+        self._tracking.log_metrics({f"heldout/{name}": value for name, value in metrics.items()}, step)
+        log.info("step %d  held-out expected accepted length %.3f", step, metrics["expected_accepted_length"])
+
+    def close(self) -> None:
+        """Send what is still held."""
+        self._tracking.finish()
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
+    """Rows of a run's history; a half-written last line (after a kill) is left out."""
+    path = Path(folder) / HISTORY
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

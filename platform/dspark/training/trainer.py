@@ -1,0 +1,169 @@
+"""The driver's side of training: prepare the initial drafter, run Ray Train, publish the result."""
+
+import logging
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from torch import Tensor
+
+from dspark.config import build_config
+from dspark.data.target_cache import TargetCache
+from dspark.drafters.checkpoint import load_drafter, save_drafter
+from dspark.drafters.initialize import drafter_config, new_drafter
+from dspark.errors import DsparkError
+from dspark.provenance import git_revision, read_json, require_same, write_json
+from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
+from dspark.training.config import TrainConfig
+from dspark.training.loop import FINAL, train_worker
+
+log = logging.getLogger("dspark.train")
+
+REQUEST, RESULT, INITIAL, CHECKPOINTS = "request.json", "result.json", "initial", "checkpoints"
+# What may change between a run and its continuation without changing the result.
+FREE_TO_CHANGE = {"tracking", "log_every", "max_worker_failures", "threads_per_worker", "keep_checkpoints"}
+
+
+def train_request(config: TrainConfig, cache: TargetCache) -> dict[str, Any]:
+    """What a run's result depends on; a continuation must ask for the same."""
+    return config.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"output"}) | {
+        "cache_request": cache.request,
+        "cache_samples": len(cache),
+    }
+
+
+def prepare(config: TrainConfig, cache: TargetCache, *, fresh: bool) -> Path:
+    """Claim the output folder and write the initial drafter; returns its folder. Resumes what is there.
+
+    Raises: Mismatch by field name when the folder holds another run.
+    """
+    output = Path(config.output)
+    if fresh:
+        for name in (CHECKPOINTS, INITIAL):
+            shutil.rmtree(output / name, ignore_errors=True)
+        for name in (REQUEST, RESULT, "history.jsonl", "mlflow_run.json"):
+            (output / name).unlink(missing_ok=True)
+    request = train_request(config, cache)
+    if (output / REQUEST).is_file():
+        require_same(
+            f"training run {output}", request, read_json(output / REQUEST), remedy="use --fresh or another output"
+        )
+    else:
+        write_json(output / REQUEST, request)
+    initial = output / INITIAL
+    if not (initial / "config.json").is_file():  # written last, so its presence means the whole folder is there
+        _write_initial(config, cache, initial)
+    return initial
+
+
+def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | None) -> dict[str, Any]:
+    """Train through Ray; returns rank 0's closing figures. The drafter lies in `config.output` afterwards."""
+    output = Path(config.output)
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={
+            "config": config.model_dump(mode="json"),
+            "run": {
+                "initial": str(initial),
+                "output": str(output),
+                "tracking_uri": tracking_uri,
+                "run_id": run_id,
+                "single_node": len([node for node in ray.nodes() if node["Alive"]]) == 1,
+            },
+        },
+        torch_config=TorchConfig(backend="nccl" if config.use_gpu else "gloo", timeout_s=600),
+        scaling_config=ScalingConfig(
+            num_workers=config.num_workers,
+            use_gpu=config.use_gpu,
+            resources_per_worker={"CPU": 1} | ({"GPU": 1} if config.use_gpu else {}),
+        ),
+        run_config=RunConfig(
+            name=CHECKPOINTS,
+            storage_path=str(output),
+            failure_config=FailureConfig(max_failures=config.max_worker_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=config.keep_checkpoints),
+        ),
+    )
+    result = trainer.fit()
+    if result.return_value is None or result.checkpoint is None:
+        raise DsparkError(f"training ended without a result; see the log above and {output / CHECKPOINTS}")
+    return publish(config, Path(result.checkpoint.path) / FINAL, result.return_value)
+
+
+def publish(config: TrainConfig, final: Path, figures: dict[str, Any]) -> dict[str, Any]:
+    """Copy the trained drafter into the output folder with its provenance; returns the stage's result."""
+    output = Path(config.output)
+    cache = TargetCache(config.cache)
+    write_json(
+        output / "provenance.json",
+        {
+            "target": cache.request["target"],
+            "target_config": cache.manifest["target_config"],
+            "chat": cache.request["chat"],
+            "answers_fingerprint": cache.request["answers_fingerprint"],
+            "git_revision": git_revision(),
+            "training": config.model_dump(mode="json"),
+        },
+    )
+    for name in ("model.safetensors", "config.json"):
+        temporary = output / f".tmp-{name}"
+        shutil.copyfile(final / name, temporary)
+        temporary.replace(output / name)
+    parameters = count_parameters(output)
+    result = {"stage": "train", "output": config.output} | figures | parameters
+    write_json(output / RESULT, result)
+    return result
+
+
+def count_parameters(folder: Path) -> dict[str, int]:
+    """Trainable and frozen (embedding, head) parameters of a stored drafter."""
+    drafter = load_drafter(folder, trainable=True)
+    trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    return {"parameters": trainable, "frozen_parameters": sum(p.numel() for p in drafter.parameters()) - trainable}
+
+
+def _write_initial(config: TrainConfig, cache: TargetCache, folder: Path) -> None:
+    if config.initialize_from is not None:
+        save_drafter(load_drafter(config.initialize_from), folder, dtype=torch.float32)
+        return
+    target_config = build_config(TargetConfig, cache.manifest["target_config"])
+    target, tokenizer = load_target(target_config), load_tokenizer(target_config)
+    shape = drafter_config(
+        config.drafter,
+        target.config,
+        tokenizer,
+        target_layer_ids=tuple(cache.request["target_layer_ids"]),
+        valid_vocab_size=vocabulary_size(tokenizer),
+    )
+    train = cache.indices("train")
+    if not train:
+        raise DsparkError(f"target cache {config.cache} has no samples of split 'train'; check the prompts' splits")
+    drafter = new_drafter(
+        shape,
+        target,
+        draft_to_target=most_frequent_tokens(cache, train, shape.draft_vocab_size, shape.valid_vocab_size),
+        sample_features=torch.cat([cache.load(index).hidden for index in train[:4]]).float(),
+        warm_start=config.drafter.warm_start,
+        seed=config.seed,
+    )
+    save_drafter(drafter, folder, dtype=torch.float32)
+
+
+def most_frequent_tokens(cache: TargetCache, indices: list[int], count: int, vocabulary: int) -> Tensor:
+    """Ascending ids of the `count` most frequent answer tokens: [count] int64. Says how much they cover.
+
+    Ties and unseen tokens go by id, so the map depends on the data alone.
+    """
+    seen: Counter[int] = Counter()
+    for index in indices:
+        sample = cache.load(index)
+        seen.update(sample.input_ids[sample.loss_mask.bool()].tolist())
+    ranked = sorted(range(vocabulary), key=lambda token: (-seen[token], token))[:count]
+    covered = sum(seen[token] for token in ranked) / max(1, sum(seen.values()))
+    log.info("draft vocabulary: %d of %d tokens cover %.2f %% of the answers", count, vocabulary, 100 * covered)
+    return torch.tensor(sorted(ranked))

@@ -1,0 +1,58 @@
+"""Every YAML file in the repository loads as the config of its job."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dspark.config import Config, build_config, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(path for folder in ("configs", "deployments") for path in (ROOT / folder).rglob("*.y*ml"))
+JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if path.stem != "runner")
+
+CONFIG_OF = {
+    "generate": "dspark.data.answers:GenerateConfig",
+    "cache": "dspark.data.capture:CacheConfig",
+    "train": "dspark.training.config:TrainConfig",
+    "evaluate": "dspark.evaluation.config:EvaluateConfig",
+    "pipeline": "pipeline:PipelineConfig",
+}
+
+
+def job_of(path: Path) -> str:
+    """`train_dflash.yaml` and `train.long.yaml` are files of `train`."""
+    return path.name.partition(".")[0].partition("_")[0]
+
+
+def config_class(job: str) -> type[Config]:
+    module, _, name = CONFIG_OF[job].partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert issubclass(found, Config)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_loads_as_the_config_of_its_job(path: Path) -> None:
+    assert job_of(path) in CONFIG_OF, f"{path.name} does not start with the name of a job: {sorted(CONFIG_OF)}"
+    load_config(config_class(job_of(path)), path)
+
+
+@pytest.mark.parametrize("job", sorted(CONFIG_OF))
+def test_a_misspelt_key_is_refused_with_the_nearest_one(job: str) -> None:
+    demo = yaml.safe_load((ROOT / "configs" / "demo" / f"{job}.yaml").read_text(encoding="utf-8"))
+    for key in config_class(job).model_fields:
+        with pytest.raises(ValueError, match=f"unknown key '{key}x'; did you mean '{key}'"):
+            build_config(config_class(job), {**demo, f"{key}x": 1})
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_has_its_demo_config_and_its_class(job: str) -> None:
+    assert job in CONFIG_OF
+    assert (ROOT / "configs" / "demo" / f"{job}.yaml").is_file()
+
+
+@pytest.mark.parametrize(("name", "job"), [("train.yaml", "train"), ("train_dflash.yaml", "train"), ("a.b.yaml", "a")])
+def test_job_of_takes_the_first_word_of_the_file_name(name: str, job: str) -> None:
+    assert job_of(Path(name)) == job

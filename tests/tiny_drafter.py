@@ -1,0 +1,52 @@
+"""An untrained drafter for a tiny target, in a folder as jobs/train.py leaves it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.data.chat import ChatConfig
+from dspark.drafters.checkpoint import save_drafter
+from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter
+from dspark.provenance import write_json
+from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
+
+
+def make_tiny_drafter(
+    folder: str | Path,
+    target_folder: str | Path,
+    *,
+    layer_ids: tuple[int, ...] = (0, 2),
+    chat: ChatConfig | None = None,
+    **shape: Any,
+) -> Path:
+    """Write `config.json`, `model.safetensors` and `provenance.json` into `folder`; returns it."""
+    folder = Path(folder)
+    target_config = TargetConfig(name=str(target_folder), dtype="float32", device="cpu")
+    target, tokenizer = load_target(target_config), load_tokenizer(target_config)
+    options = {"num_layers": 1, "block_size": 4, "mask_token": 0, "markov_rank": 8, "warm_start": True} | shape
+    config = drafter_config(
+        DrafterShape(**options),
+        target.config,
+        tokenizer,
+        target_layer_ids=layer_ids,
+        valid_vocab_size=vocabulary_size(tokenizer),
+    )
+    drafter = new_drafter(
+        config,
+        target,
+        draft_to_target=torch.arange(config.draft_vocab_size),
+        sample_features=torch.randn(32, config.feature_size),
+        warm_start=options["warm_start"],
+        seed=0,
+    )
+    save_drafter(drafter, folder, dtype=torch.float32)
+    write_json(
+        folder / "provenance.json",
+        {
+            "target": target_identity(target_config),
+            "target_config": target_config.model_dump(),
+            "chat": (chat or ChatConfig()).model_dump(),
+        },
+    )
+    return folder
