@@ -1,5 +1,6 @@
 """Capture the target's hidden states along its own answers into the target cache (Ray Data)."""
 
+import json
 import logging
 import sys
 import time
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import runner
-
 from dspark.config import build_config
 from dspark.data.answers import read_answers
 from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cache, resolve_layer_ids
@@ -72,7 +72,9 @@ def _capture(
     import ray  # heavy, and not needed for --dry-run
 
     runner.start_ray()
-    rows = [{"shard": shard, "samples": [asdict(sample) for sample in plan.shards[shard]]} for shard in missing]
+    rows = [
+        {"shard": shard, "samples": json.dumps([asdict(sample) for sample in plan.shards[shard]])} for shard in missing
+    ]
     done = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         CaptureWorker,
         fn_constructor_args=(
@@ -83,7 +85,7 @@ def _capture(
             config.threads_per_worker,
         ),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(config.num_workers, len(missing))),
+        compute=ray.data.ActorPoolStrategy(size=min(config.num_workers, len(missing)), max_tasks_in_flight_per_actor=1),
         num_cpus=1,
     )
     totals = {"tokens": 0, "non_finite": 0}

@@ -15,7 +15,7 @@ from dspark.evaluation.config import EvaluateConfig
 from dspark.evaluation.planning import Subject, WorkItem, open_subject, plan_work, select_prompts, split_done
 from dspark.evaluation.summary import format_table, summarize
 from dspark.evaluation.worker import EvaluationWorker
-from dspark.provenance import git_revision, write_json
+from dspark.provenance import git_revision, read_json, write_json
 from dspark.tracking import start_run
 
 ROLLOUTS, METRICS = "rollouts.jsonl", "metrics.json"
@@ -41,12 +41,14 @@ def run(config: EvaluateConfig, *, fresh: bool = False, dry_run: bool = False) -
         return {"stage": "evaluate", "output": config.output, "dry_run": True, "to_do": len(to_do)} | counts
     if not to_do and (output / METRICS).is_file():
         log.info("every prompt is measured in %s", output)
-        return _finish(config, subject, counts, done, output, seconds=0.0) | {"skipped": True}
+        earlier = read_json(output / METRICS)["speed"]
+        return _finish(config, subject, counts, done, output, speed=earlier) | {"skipped": True}
     tags = {"stage": "evaluate", "drafter": subject.drafter, "git_revision": str(git_revision())}
     with start_run(config.tracking, params=config.model_dump(mode="json"), tags=tags) as tracked:
         started = time.monotonic()
-        done += _measure(config, subject, to_do, output / ROLLOUTS)
-        result = _finish(config, subject, counts, done, output, seconds=time.monotonic() - started)
+        measured = _measure(config, subject, to_do, output / ROLLOUTS)
+        speed = _speed(measured, time.monotonic() - started)
+        result = _finish(config, subject, counts, done + measured, output, speed=speed)
         tracked.log_metrics(dict(_flat_metrics(result)), step=0)
         for name in (METRICS, ROLLOUTS):
             tracked.log_artifact(output / name)
@@ -103,7 +105,7 @@ def _finish(
     rows: list[dict[str, Any]],
     output: Path,
     *,
-    seconds: float,
+    speed: dict[str, float],
 ) -> dict[str, Any]:
     """Write the figures, print the table. Raises: DsparkError when a mode has no prompt that went well."""
     rows = sorted(rows, key=lambda row: (row["mode"], row["id"]))  # not by who finished first
@@ -117,6 +119,7 @@ def _finish(
         "target": subject.identity | {"dtype": subject.target.dtype},
         "drafter": {"folder": config.drafter, "sha256": subject.drafter_sha256},
         "counts": counts,
+        "speed": speed,
         "git_revision": git_revision(),
     }
     write_json(output / METRICS, metrics)
@@ -137,8 +140,14 @@ def _finish(
         "speedup": {mode: figures["speedup"] for mode, figures in overall.items()},
         "generate_comparison": {name: comparison[name] for name in ("checked", "identical", "dtype")},
         "tokens": sum(figures["output_tokens"] for figures in overall.values()),
-        "seconds": round(seconds, 1),
+        **speed,
     }
+
+
+def _speed(measured: list[dict[str, Any]], seconds: float) -> dict[str, float]:
+    """Wall time of this run, and tokens output in it."""
+    tokens = sum(len(turn["output_ids"]) for row in measured for turn in row["turns"])
+    return {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0}
 
 
 def _flat_metrics(result: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import runner
-
 from dspark.data.answers import AnswerStore, GenerateConfig, resolve_sampling
 from dspark.data.chat import require_renderable
 from dspark.data.prompts import Prompt, PromptSet, read_prompts
@@ -60,7 +59,6 @@ def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -
 def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Prompt], run_token: str) -> int:
     """Answer the prompts on the cluster. Returns tokens generated."""
     import ray  # heavy, and not needed for --dry-run
-
     from dspark.data.regeneration import AnswerWorker, deal, task_json  # loads torch
 
     runner.start_ray()
@@ -72,7 +70,8 @@ def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Pr
         AnswerWorker,
         fn_constructor_args=(config.model_dump(), sampling.model_dump(), run_token),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=num_workers),
+        # One task at a time: the first worker to be up would else take them all and the others be let go.
+        compute=ray.data.ActorPoolStrategy(size=num_workers, max_tasks_in_flight_per_actor=1),
         num_cpus=1,
         num_gpus=(1 if has_gpu else 0) if config.gpus_per_worker is None else config.gpus_per_worker,
     )
@@ -102,7 +101,9 @@ def _plan(config: GenerateConfig, prompt_set: PromptSet) -> dict[str, Any]:
 
 def _print_plan(config: GenerateConfig, prompt_set: PromptSet, sampling: SamplingParams) -> None:
     plan = _plan(config, prompt_set)
-    print(f"answers: {plan['prompts']:,} prompts of {plan['read']:,} rows, {plan['turns']:,} turns by {config.target.name}")
+    print(
+        f"answers: {plan['prompts']:,} prompts of {plan['read']:,} rows, {plan['turns']:,} turns by {config.target.name}"
+    )
     for group, count in plan["by_domain_and_split"].items():
         print(f"  {group}: {count:,}")
     for reason, count in plan["rejected"].items():

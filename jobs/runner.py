@@ -71,7 +71,13 @@ def start_ray() -> None:
     except ConnectionError:
         # A loopback cluster of our own needs no token; one that was started elsewhere keeps its own setting.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        ray.init(address="local", num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1), include_dashboard=True, dashboard_host="127.0.0.1", **options)
+        ray.init(
+            address="local",
+            num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1),
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            **options,
+        )
         log.info("started a local Ray cluster")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import runner
-
 from dspark.data.target_cache import TargetCache
 from dspark.provenance import git_revision, read_json, write_json
 from dspark.tracking import resolve_uri, start_run

@@ -15,6 +15,7 @@ os.environ.pop("RAY_ADDRESS", None)  # a developer's own cluster is not for test
 from pathlib import Path
 
 import pytest
+
 from tiny_target import make_tiny_target
 
 

@@ -33,7 +33,7 @@ class ScriptedDrafter:
         self.proposed_lengths: list[int] = []
         self.states: list[ScriptedState] = []
 
-    def forward(self, batch: BlockBatch) -> BlockOutput:
+    def forward(self, batch: BlockBatch, slots: Tensor) -> BlockOutput:
         raise AssertionError("a scripted drafter is not trained")
 
     def new_state(self) -> ScriptedState:
@@ -71,7 +71,7 @@ class FixedDistributionDrafter:
         self.target_layer_ids = (0,)
         self.with_confidence = with_confidence
 
-    def forward(self, batch: BlockBatch) -> BlockOutput:
+    def forward(self, batch: BlockBatch, slots: Tensor) -> BlockOutput:
         raise AssertionError("a scripted drafter is not trained")
 
     def new_state(self) -> ScriptedState:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from dspark.bundled_target import SMOLLM2_135M_INSTRUCT
 from dspark.targets import (
     TargetConfig,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from dspark import bundled_target
 from dspark.bundled_target import (
     SMOLLM2_135M_INSTRUCT,

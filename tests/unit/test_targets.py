@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+
 from dspark import targets
 from dspark.targets import (
     TargetConfig,

@@ -88,10 +88,14 @@ class GenerateConfig(Config):
 
 def resolve_sampling(config: GenerateConfig) -> SamplingParams:
     """The sampling in force: the config's, where it says something, over the target's."""
-    asked = {key: value for key in ("temperature", "top_p", "top_k") if (value := getattr(config.sampling, key)) is not None}
+    asked = {
+        key: value for key in ("temperature", "top_p", "top_k") if (value := getattr(config.sampling, key)) is not None
+    }
     params = default_sampling(config.target) | asked
     return SamplingParams(
-        temperature=params.get("temperature", 1.0), top_p=params.get("top_p", 1.0), top_k=int(params.get("top_k", 0)) or None
+        temperature=params.get("temperature", 1.0),
+        top_p=params.get("top_p", 1.0),
+        top_k=int(params.get("top_k", 0)) or None,
     )
 
 
@@ -180,9 +184,15 @@ class AnswerStore:
         """
         ids = [prompt.id for prompt in prompt_set.prompts]
         counts, content = _summarise(self.parts, set(ids))
-        counts |= {"rejected": len(prompt_set.rejected), "over_limit": prompt_set.num_over_limit, "read": prompt_set.num_read}
+        counts |= {
+            "rejected": len(prompt_set.rejected),
+            "over_limit": prompt_set.num_over_limit,
+            "read": prompt_set.num_read,
+        }
         if counts["error"] * 2 > len(ids):
-            raise DsparkError(f"{counts['error']} of {len(ids)} prompts ended with an error, the first: {content.first_error}")
+            raise DsparkError(
+                f"{counts['error']} of {len(ids)} prompts ended with an error, the first: {content.first_error}"
+            )
         write_json(self.folder / "selection.json", {"ids": ids})
         manifest = {
             "format": FORMAT,
@@ -238,7 +248,9 @@ def read_answers(folder: str | Path) -> AnswerSet:
         state = "incomplete" if (folder / "request.json").is_file() else "not found"
         raise MissingInput(f"answers {state}: {folder}; run python jobs/generate.py with output={folder} first")
     if manifest.get("format") != FORMAT:
-        raise Mismatch(f"answers {folder} have format {manifest.get('format')!r}, not {FORMAT}; make them again with --fresh")
+        raise Mismatch(
+            f"answers {folder} have format {manifest.get('format')!r}, not {FORMAT}; make them again with --fresh"
+        )
     return AnswerSet(folder, manifest)
 
 
@@ -252,7 +264,7 @@ def _summarise(parts: Path, wanted: set[str]) -> tuple[dict[str, int], _Content]
     """Counts over the wanted rows, and their content. Raises: DsparkError for a missing or double row."""
     found: dict[str, str] = {}
     first_error = None
-    counts = Counter({name: 0 for name in (*STATUSES, "tokens", "finish_length", "surplus")})
+    counts = Counter(dict.fromkeys((*STATUSES, "tokens", "finish_length", "surplus"), 0))
     for row in _read_parts(parts):
         if row["id"] not in wanted:
             counts["surplus"] += 1
@@ -266,7 +278,9 @@ def _summarise(parts: Path, wanted: set[str]) -> tuple[dict[str, int], _Content]
         first_error = first_error or row["error"]
     missing = wanted - found.keys()
     if missing:
-        raise DsparkError(f"{len(missing)} prompts have no answer in {parts}, such as {min(missing)!r}; run the job again")
+        raise DsparkError(
+            f"{len(missing)} prompts have no answer in {parts}, such as {min(missing)!r}; run the job again"
+        )
     return dict(counts), _Content(fingerprint(sorted(found.items())), first_error)
 
 

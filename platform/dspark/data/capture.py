@@ -3,6 +3,7 @@
 Legend: B sequences of a batch, T padded tokens, m captured layers, d hidden size.
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -88,7 +89,9 @@ def plan_cache(answers: AnswerSet, config: CacheConfig, *, hidden_size: int, num
         if row["status"] != "ok":
             rejected[f"answer {row['status']}"] += 1
             continue
-        samples = [sample for sample in _samples(row, config.max_length) if sum(sample.loss_mask) >= config.min_loss_tokens]
+        samples = [
+            sample for sample in _samples(row, config.max_length) if sum(sample.loss_mask) >= config.min_loss_tokens
+        ]
         if samples:
             rows.append(samples)
         else:
@@ -111,9 +114,11 @@ def plan_cache(answers: AnswerSet, config: CacheConfig, *, hidden_size: int, num
 
 
 class CaptureWorker:
-    """Ray Data worker: a planned shard in, a written shard and its counts out. Holds the target."""
+    """Ray Data worker: a planned shard in (samples as JSON), a written shard and its counts out. Holds the target."""
 
-    def __init__(self, target: dict[str, Any], layer_ids: tuple[int, ...], folder: str, batch_tokens: int, threads: int):
+    def __init__(
+        self, target: dict[str, Any], layer_ids: tuple[int, ...], folder: str, batch_tokens: int, threads: int
+    ):
         torch.set_num_threads(threads)
         config = build_config(TargetConfig, target)
         self._model = load_target(config)
@@ -124,9 +129,9 @@ class CaptureWorker:
         self._writer = TargetCacheWriter(folder)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[int]]:
-        counts: dict[str, list[int]] = {"shard": [], "samples": [], "tokens": [], "non_finite": []}
-        for shard, rows in zip(batch["shard"], batch["samples"], strict=True):
-            planned = [PlannedSample(**{k: _plain(v) for k, v in row.items()}) for row in rows]
+        counts: dict[str, list[int]] = {name: [] for name in ("shard", "samples", "tokens", "non_finite")}
+        for shard, samples in zip(batch["shard"], batch["samples"], strict=True):
+            planned = [PlannedSample(**sample) for sample in json.loads(samples)]
             captured = {sample.id: sample for sample in self.capture(planned)}
             finite = [p for p in planned if bool(captured[p.id].hidden.isfinite().all())]
             self._writer.write_shard(int(shard), ((captured[p.id], p.split, p.domain) for p in finite))
@@ -226,7 +231,3 @@ def _deal(samples: list[PlannedSample], shard_tokens: int) -> Iterator[list[Plan
         tokens += len(sample.input_ids)
     if shard:
         yield shard
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dspark.data.slot_cache import SlotCache, length_mask, supports_slots, use_single_query_attention
+from dspark.data.slot_cache import SlotCache, supports_slots, use_single_query_attention
 from dspark.engine.request import FinishReason, commit
 from dspark.engine.sampling import SamplingParams, ShortlistSampler
 
@@ -87,7 +87,9 @@ class _Row:
     def advance(self, token_id: int, stop_ids: Collection[int]) -> Completion | None:
         """Append a token; the completion if it is the last."""
         request = self.request
-        result = commit([token_id], num_generated=len(self.output_ids), stop_ids=stop_ids, max_tokens=request.max_tokens)
+        result = commit(
+            [token_id], num_generated=len(self.output_ids), stop_ids=stop_ids, max_tokens=request.max_tokens
+        )
         self.output_ids.extend(result.kept)
         if result.finish_reason is None:
             return None
@@ -111,7 +113,8 @@ class BatchDecoder:
         self.rules = rules
         self.num_slots = num_slots
         self.max_kv_tokens = max_kv_tokens
-        self.slots = SlotCache(model.config.get_text_config(decoder=True).num_hidden_layers)
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.slots = SlotCache(num_layers, max_slots=num_slots, max_tokens=max_kv_tokens)
         self.sampler = ShortlistSampler(rules.sampling)
         self.waiting: deque[DecodeRequest] = deque()
         self.rows: list[_Row] = []
@@ -154,9 +157,6 @@ class BatchDecoder:
         if not group:
             return []
         rows = [_new_row(request) for request in group]
-        longest = max(row.reserved_tokens for row in [*self.rows, *rows])
-        num_rows = len(self.rows) + len(rows)
-        self.slots.reserve(max(num_rows, min(self.num_slots, self.max_kv_tokens // longest)), longest)
         lengths = [len(request.prompt_ids) for request in group]
         self.slots.begin_read(lengths)
         try:
@@ -193,7 +193,7 @@ class BatchDecoder:
         output = self.model(
             input_ids=torch.tensor([row.output_ids[-1:] for row in self.rows], device=device),
             position_ids=positions[:, None],
-            attention_mask=length_mask(self.slots.lengths, dtype=self.model.dtype, device=device),
+            attention_mask=self.slots.mask(dtype=self.model.dtype),
             cache=self.slots,
             use_cache=True,
             logits_to_keep=1,

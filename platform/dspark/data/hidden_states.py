@@ -4,6 +4,7 @@ Legend: B sequences, T tokens, d hidden size, m captured layers.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ def check_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
     The last layer is refused: libraries disagree on whether its state is taken before or after the final norm.
     """
     ids = list(layer_ids)
-    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+    if not ids or any(a >= b for a, b in pairwise(ids)):
         raise ValueError(f"target_layer_ids must be strictly increasing and not empty, got {ids}")
     if ids[-1] >= num_target_layers - 1:
         raise ValueError(

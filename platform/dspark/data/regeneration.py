@@ -64,7 +64,11 @@ class Conversation:
 
     @property
     def _is_empty(self) -> bool:
-        return bool(self.messages) and self.messages[-1]["role"] == "assistant" and not self.messages[-1]["content"].strip()
+        return (
+            bool(self.messages)
+            and self.messages[-1]["role"] == "assistant"
+            and not self.messages[-1]["content"].strip()
+        )
 
     def next_request(self, renderer: Renderer) -> DecodeRequest | None:
         """The request for the next answer; None, and an error on the row, if there cannot be one."""

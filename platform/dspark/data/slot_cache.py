@@ -13,40 +13,33 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION_NAME = "dspark_single_query"
-TOKEN_STEP = 64  # slots grow by multiples of this
+TOKEN_STEP = 64  # slot lengths are multiples of this
 
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "s_aux")
 
 
 class SlotCache(Cache):
-    """Keys and values of up to `num_slots` rows; the active rows are slots 0..N-1, row i holding `lengths[i]` tokens.
+    """Keys and values of rows decoded together: the active rows are slots 0..N-1, row i holding `lengths[i]` tokens.
 
-    Beyond a row's length a slot holds old, finite numbers, which the caller masks out.
+    Beyond a row's length a slot holds old, finite numbers, which the caller masks out. Slots are as long as the
+    longest row and no longer: attention reads whole slots, since a product over part of each would copy them first.
+    max_slots, max_tokens: memory is for at most so many rows, and so many tokens in all rows, unless one row needs more.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, *, max_slots: int, max_tokens: int) -> None:
+        self.max_slots = max_slots
+        self.max_tokens = max_tokens
         self.lengths: list[int] = []
         self.num_slots = 0
         self.slot_tokens = 0
         self.positions = torch.zeros(0, dtype=torch.int64)  # of the token being decoded, per active row
         self.first_new_row: int | None = None  # set while new rows are being read in
+        self._new_lengths: list[int] = []
         super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths, default=0)
-
-    def reserve(self, num_slots: int, slot_tokens: int) -> None:
-        """Make room for this many rows of this many tokens, keeping what is held."""
-        if num_slots <= self.num_slots and slot_tokens <= self.slot_tokens:
-            return
-        self.num_slots = max(num_slots, len(self.lengths))
-        self.slot_tokens = max(self.slot_tokens, -(-slot_tokens // TOKEN_STEP) * TOKEN_STEP)
-        for layer in self.layers:
-            layer.resize()
 
     def begin_read(self, lengths: list[int]) -> None:
         """The next update appends rows with prompts of these lengths, padded on the right."""
+        self._fit(len(self.lengths) + len(lengths), max(*self.lengths, *lengths, 0))
         self.first_new_row = len(self.lengths)
         self._new_lengths = lengths
 
@@ -58,9 +51,17 @@ class SlotCache(Cache):
 
     def begin_decode(self, device: torch.device) -> Tensor:
         """The next update adds one token to every active row. Returns its positions, [N] int64."""
+        self._fit(len(self.lengths), max(self.lengths) + 1)
         self.positions = torch.tensor(self.lengths, device=device)
         self.lengths = [length + 1 for length in self.lengths]
         return self.positions
+
+    def mask(self, *, dtype: torch.dtype) -> Tensor:
+        """0 where a row holds a token, -inf beyond: [N, 1, 1, S], added to attention scores."""
+        columns = torch.arange(self.slot_tokens, device=self.positions.device)
+        is_empty = columns > self.positions[:, None]
+        zeros = torch.zeros(is_empty.shape, dtype=dtype, device=is_empty.device)
+        return zeros.masked_fill_(is_empty, -torch.inf)[:, None, None]
 
     def drop(self, row: int) -> None:
         """Free a row; the last active row moves into its slot."""
@@ -70,6 +71,17 @@ class SlotCache(Cache):
                 layer.move(last, row, self.lengths[last])
             self.lengths[row] = self.lengths[last]
         self.lengths.pop()
+
+    def _fit(self, num_rows: int, num_tokens: int) -> None:
+        """Room for so many rows of so many tokens, given back where the rows have become much shorter."""
+        wanted = -(-num_tokens // TOKEN_STEP) * TOKEN_STEP
+        is_too_small = num_rows > self.num_slots or wanted > self.slot_tokens
+        is_too_long = wanted + 2 * TOKEN_STEP <= self.slot_tokens
+        if is_too_small or is_too_long:
+            self.slot_tokens = wanted
+            self.num_slots = max(num_rows, min(self.max_slots, self.max_tokens // wanted))
+            for layer in self.layers:
+                layer.resize()
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -97,12 +109,11 @@ class _SlotLayer(CacheLayerMixin):
         rows = torch.arange(len(positions), device=positions.device)
         self.keys[rows, :, positions] = key_states[:, :, 0]
         self.values[rows, :, positions] = value_states[:, :, 0]
-        longest = self.slots.longest
-        return self.keys[: len(positions), :, :longest], self.values[: len(positions), :, :longest]
+        return self.keys[: len(positions)], self.values[: len(positions)]
 
     def resize(self) -> None:
         if self.is_initialized:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+            self.keys, self.values = self._resized(self.keys), self._resized(self.values)
 
     def move(self, source: int, destination: int, num_tokens: int) -> None:
         for held in (self.keys, self.values):
@@ -122,11 +133,11 @@ class _SlotLayer(CacheLayerMixin):
         shape = (self.slots.num_slots, like.shape[1], self.slots.slot_tokens, like.shape[3])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-    def _grown(self, held: Tensor) -> Tensor:
-        grown = self._zeros(held)
-        rows, tokens = len(self.slots.lengths), self.slots.longest
-        grown[:rows, :, :tokens] = held[:rows, :, :tokens]
-        return grown
+    def _resized(self, held: Tensor) -> Tensor:
+        resized = self._zeros(held)
+        rows, tokens = len(self.slots.lengths), max(self.slots.lengths, default=0)
+        resized[:rows, :, :tokens] = held[:rows, :, :tokens]
+        return resized
 
 
 def supports_slots(config: PreTrainedConfig) -> bool:
@@ -136,13 +147,6 @@ def supports_slots(config: PreTrainedConfig) -> bool:
         return set(layer_types) == {"full_attention"}
     has_window = getattr(config, "sliding_window", None) is not None
     return not has_window and hasattr(config, "num_key_value_heads")
-
-
-def length_mask(lengths: list[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where a row holds a token, -inf beyond: [N, 1, 1, max(lengths)], added to attention scores."""
-    columns = torch.arange(max(lengths), device=device)
-    is_empty = columns >= torch.tensor(lengths, device=device)[:, None]
-    return torch.zeros(is_empty.shape, dtype=dtype, device=device).masked_fill_(is_empty, -torch.inf)[:, None, None]
 
 
 def single_query_attention(
@@ -163,13 +167,13 @@ def single_query_attention(
     if query.shape[2] != 1 or is_special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     rows, heads, _, head_dim = query.shape
-    groups, longest = key.shape[1], key.shape[2]
+    groups = key.shape[1]
     scale = head_dim**-0.5 if scaling is None else scaling
     query = (query * scale).view(rows * groups, heads // groups, head_dim)
-    # Keys times queries, not the reverse: that order alone reads the strided slots without a copy. Softmax and mask
-    # want the scores row by row in memory: on the transposed view they take five times as long.
+    # Keys times queries is faster than the reverse here. Softmax and mask want the scores row by row in memory: on the
+    # transposed view they take five times as long.
     scores = torch.bmm(key.flatten(0, 1), query.transpose(1, 2).contiguous()).transpose(1, 2)
-    scores = scores.to(torch.float32, memory_format=torch.contiguous_format).view(rows, groups, -1, longest)
+    scores = scores.to(torch.float32, memory_format=torch.contiguous_format).view(rows, groups, heads // groups, -1)
     weights = torch.softmax(scores.add_(attention_mask), -1).to(value.dtype)
     mixed = torch.bmm(weights.flatten(0, 1), value.flatten(0, 1))
     return mixed.view(rows, 1, heads, value.shape[-1]), None

@@ -124,7 +124,9 @@ class TargetCacheWriter:
         shards = []
         for shard in range(num_shards):
             if not self._sidecar(shard).is_file():
-                raise Mismatch(f"target cache {self.folder}: shard {shard} of {num_shards} is missing; run jobs/cache.py again")
+                raise Mismatch(
+                    f"target cache {self.folder}: shard {shard} of {num_shards} is missing; run jobs/cache.py again"
+                )
             shards.append(read_json(self._sidecar(shard)))
         manifest = {"format": FORMAT, "request": request, "shards": shards} | extra
         write_json(self.folder / MANIFEST, manifest)
@@ -228,5 +230,3 @@ def _concatenate(samples: Iterable[tuple[CachedSample, str, str]]) -> tuple[list
 def _is_disk_full(error: Exception) -> bool:
     """Whether an error of the OS, or of the safetensors writer around it, means that no space is left."""
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error)
-
-

@@ -67,9 +67,7 @@ def load_drafter(
 
 def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
     """The `config.json` content of a drafter."""
-    shared = config.model_dump(
-        exclude={"architecture", "anchor_fusion", "sliding_window"}, mode="json"
-    )
+    shared = config.model_dump(exclude={"architecture", "anchor_fusion", "sliding_window"}, mode="json")
     kind = "full_attention" if config.sliding_window is None else "sliding_attention"
     content = shared | {
         "architectures": [EXTENDED_ARCHITECTURE if config.anchor_fusion else EXCHANGE_ARCHITECTURE],
@@ -102,7 +100,8 @@ def from_deepspec(content: dict[str, Any]) -> DrafterConfig:
     architectures = content.get("architectures") or []
     if not set(architectures) & {EXCHANGE_ARCHITECTURE, EXTENDED_ARCHITECTURE}:
         raise ValueError(
-            f"drafter architectures {architectures} are not known; known: {EXCHANGE_ARCHITECTURE}, {EXTENDED_ARCHITECTURE}"
+            f"drafter architectures {architectures} are not known; known: {EXCHANGE_ARCHITECTURE}, "
+            f"{EXTENDED_ARCHITECTURE}"
         )
     if content.get("attention_bias"):
         raise ValueError("drafter has attention_bias true; draft layers here have no biases")
@@ -148,7 +147,8 @@ def _draft_to_target(offsets: Tensor | None, config: DrafterConfig, folder: Path
     if offsets is None or offsets.numel() != config.draft_vocab_size:
         found = "none" if offsets is None else offsets.numel()
         raise Mismatch(
-            f"drafter {folder}: d2t has {found} entries but draft_vocab_size is {config.draft_vocab_size}; export it again"
+            f"drafter {folder}: d2t has {found} entries but draft_vocab_size is {config.draft_vocab_size}; "
+            "export it again"
         )
     target_ids = torch.arange(config.draft_vocab_size) + offsets.long()
     if int(target_ids.min()) < 0 or int(target_ids.max()) >= config.valid_vocab_size:

@@ -25,4 +25,6 @@ def on_target_ids(probs: list[Tensor], draft_to_target: Tensor, vocab_size: int)
 def check_length(max_tokens: int, block_size: int) -> None:
     """Raises: ValueError unless 0 <= max_tokens <= block_size."""
     if not 0 <= max_tokens <= block_size:
-        raise ValueError(f"asked for {max_tokens} draft tokens; the drafter's block holds {block_size}: use 0..{block_size}")
+        raise ValueError(
+            f"asked for {max_tokens} draft tokens; the drafter's block holds {block_size}: use 0..{block_size}"
+        )

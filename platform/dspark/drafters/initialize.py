@@ -83,7 +83,9 @@ def resolve_mask_token(mask_token: str | int | None, tokenizer: PreTrainedTokeni
     if mask_token is None:
         mask_id = tokenizer.mask_token_id
         if mask_id is None:
-            raise ValueError("the target's tokenizer has no mask token; set drafter.mask_token to an unused special token")
+            raise ValueError(
+                "the target's tokenizer has no mask token; set drafter.mask_token to an unused special token"
+            )
     elif isinstance(mask_token, int):
         mask_id = mask_token
     else:
@@ -91,7 +93,9 @@ def resolve_mask_token(mask_token: str | int | None, tokenizer: PreTrainedTokeni
         if mask_id is None or mask_id == tokenizer.unk_token_id:
             raise ValueError(f"drafter.mask_token {mask_token!r} is not a token of the target's tokenizer")
     if mask_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        raise ValueError(f"drafter.mask_token {mask_token!r} is the padding or end token (id {mask_id}); use an unused one")
+        raise ValueError(
+            f"drafter.mask_token {mask_token!r} is the padding or end token (id {mask_id}); use an unused one"
+        )
     if not 0 <= mask_id < vocab_size:
         raise ValueError(f"drafter.mask_token id {mask_id} is outside the target's vocabulary of {vocab_size}")
     return int(mask_id)

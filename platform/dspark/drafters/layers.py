@@ -105,10 +105,8 @@ class DraftAttention(nn.Module):
         The softmax runs over context and block together; the two score parts are computed apart, so that blocks
         never pay for each other's keys.
         """
-        batch, anchors, block, _ = u.shape
-        queries = rotate(
-            self.q_norm(self._split(self.q_proj(u), self.num_heads)), cos.unsqueeze(-2), sin.unsqueeze(-2)
-        )
+        block = u.shape[2]
+        queries = rotate(self.q_norm(self._split(self.q_proj(u), self.num_heads)), cos.unsqueeze(-2), sin.unsqueeze(-2))
         queries = queries.unflatten(3, (self.num_kv_heads, -1)) * self.head_dim**-0.5  # [B, A, G, K, R, D]
         own_keys, own_values = (x.permute(0, 3, 1, 2, 4) for x in self.keys_values(u, cos, sin))  # [B, K, A, G, D]
         keys, values = (x.transpose(1, 2) for x in context_kv)  # [B, K, L, D]

@@ -53,7 +53,8 @@ class MicroBatch:
     """Blocks of some sequences and what their supervised slots are taught; N supervised slots.
 
     slots: [B, A, G] bool; weights, ce_weights: [N] float32 (ce_weights is zero where
-    the label is outside the draft vocabulary); labels: [N] draft ids; last_hidden: [N, d]; log_z: [N].
+    the label is outside the draft vocabulary); labels: [N] draft ids; last_hidden: [N, d]; log_z: [N];
+    num_tokens: context tokens, padding left out.
     """
 
     blocks: BlockBatch
@@ -63,6 +64,7 @@ class MicroBatch:
     labels: Tensor
     last_hidden: Tensor
     log_z: Tensor
+    num_tokens: int
 
     @property
     def num_blocks(self) -> int:
@@ -107,6 +109,7 @@ def make_micro_batch(
         labels=labels.to(device),
         last_hidden=last_hidden.to(device),
         log_z=log_z.to(device),
+        num_tokens=sum(sample.input_ids.numel() for sample, _ in samples),
     )
 
 

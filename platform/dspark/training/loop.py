@@ -2,7 +2,6 @@
 
 import logging
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ class TrainLoop:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; rank 0 writes the drafter. Returns the closing figures."""
-        config, started, first_step = self.config, time.monotonic(), self.step
+        config = self.config
         validation = self._validate() if self.step == 0 else {}
         while self.step < config.steps:
             factors = config.loss_weights(self.step)
@@ -79,14 +78,19 @@ class TrainLoop:
                 self.history.add_step(self.step, config.steps, metrics, log_line=self.step % config.log_every == 0)
             if self.step % config.checkpoint_every == 0 or self.step == config.steps:
                 self._checkpoint()
-        seconds = time.monotonic() - started
-        blocks_per_step = config.sequences_per_step * config.anchors_per_sequence
-        return {"steps": self.step, "skipped_micro_batches": self.skipped, "validation": validation} | {
+        return {"steps": self.step, "skipped_micro_batches": self.skipped, "validation": validation} | self._figures()
+
+    def _figures(self) -> dict[str, Any]:
+        """What rank 0 counted over the whole run, restarts included."""
+        if self.history is None:
+            return {}
+        totals, seconds = self.history.totals, max(self.history.seconds, 1e-9)
+        return {
             "seconds": round(seconds, 1),
-            "steps_per_s": round((self.step - first_step) / max(seconds, 1e-9), 3),
-            "max_anchors": self.step * blocks_per_step,
-            "anchors": int(self.history.anchors) if self.history is not None else 0,
-            "slots": int(self.history.slots) if self.history is not None else 0,
+            "steps_per_s": round(self.step / seconds, 3),
+            "tokens_per_s": round(totals["tokens"] / seconds, 1),
+            "anchors": int(totals["blocks"]),
+            "supervised_slots": int(totals["supervised_slots"]),
         }
 
     def _train_step(self, factors: LossWeights) -> StepTotals:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dspark.training.batches import MicroBatch
 from dspark.training.losses import LossWeights, SlotLosses, slot_losses
 
-SUMS = ("weight", "ce_weight", "ce", "tv", "confidence", "blocks", "slots", "expected", "outside")
+SUMS = ("weight", "ce_weight", "ce", "tv", "confidence", "blocks", "slots", "expected", "outside", "tokens")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class StepTotals:
             "blocks": sums["blocks"],
             "supervised_slots": sums["slots"],
             "labels_outside_draft_vocabulary": sums["outside"],
+            "tokens": sums["tokens"],
         }
         for k, (total, count) in enumerate(zip(acceptance, counts, strict=True), start=1):
             if count:
@@ -98,6 +99,7 @@ def step_totals(losses: SlotLosses, micro: MicroBatch, block_size: int) -> StepT
         torch.tensor(float(micro.weights.numel())),
         expected,
         (micro.labels < 0).sum(),
+        torch.tensor(float(micro.num_tokens)),
     ]
     by_position = [acceptance.sum(dim=(0, 1)), micro.slots.sum(dim=(0, 1)).double().cpu()]
     return StepTotals(torch.cat([torch.stack([s.double().cpu() for s in sums]), *by_position]), block_size)

@@ -11,11 +11,13 @@ from dspark.tracking import attach
 log = logging.getLogger("dspark.train")
 
 HISTORY = "history.jsonl"
+COUNTED = ("blocks", "supervised_slots", "tokens")
 
 
 class History:
-    """Rank 0's record. Lines past the step that a run resumes at are dropped: those steps are trained again.
+    """Rank 0's record; `totals` and `seconds` run on over restarts.
 
+    Lines past the step that a run resumes at are dropped: those steps are trained again.
     run: {"output": folder, "tracking_uri": …, "run_id": …}.
     """
 
@@ -24,20 +26,22 @@ class History:
         self._tracking = attach(run["tracking_uri"], run["run_id"])
         kept = [row for row in read_history(run["output"]) if row["step"] <= start_step]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        self.anchors = sum(row.get("blocks", 0.0) for row in kept)
-        self.slots = sum(row.get("supervised_slots", 0.0) for row in kept)
+        self.totals = {name: sum(row.get(name, 0.0) for row in kept) for name in COUNTED}
+        self.seconds = kept[-1].get("elapsed_s", 0.0) if kept else 0.0
+        self._earlier_s = self.seconds
         self._start_step, self._started = start_step, time.monotonic()
 
     def add_step(self, step: int, steps: int, metrics: dict[str, float], *, log_line: bool) -> None:
         """Record a training step."""
-        self.anchors += metrics["blocks"]
-        self.slots += metrics["supervised_slots"]
-        self._append({"step": step} | metrics)
+        for name in COUNTED:
+            self.totals[name] += metrics[name]
+        self.seconds = self._earlier_s + time.monotonic() - self._started
+        self._append({"step": step, "elapsed_s": round(self.seconds, 2)} | metrics)
         self._tracking.log_metrics({f"train/{name}": value for name, value in metrics.items()}, step)
         if log_line:
             rate = (step - self._start_step) / (time.monotonic() - self._started)
             log.info(
-                "step %d/%d  loss %.3f  ce %.3f  tv %.3f  expected accepted length %.3f  lr %.2e  %.2f steps/s  %.0f s left",
+                "step %d/%d  loss %.3f  ce %.3f  tv %.3f  expected tau %.3f  lr %.2e  %.2f steps/s  %.0f s left",
                 step,
                 steps,
                 metrics["loss"],
@@ -51,7 +55,7 @@ class History:
 
     def add_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record figures on held-out samples."""
-        self._append({"step": step, "heldout": metrics})
+        self._append({"step": step, "elapsed_s": round(self.seconds, 2), "heldout": metrics})
         self._tracking.log_metrics({f"heldout/{name}": value for name, value in metrics.items()}, step)
         log.info("step %d  held-out expected accepted length %.3f", step, metrics["expected_accepted_length"])
 

@@ -65,7 +65,7 @@ def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | 
     """Train through Ray; returns rank 0's closing figures. The drafter lies in `config.output` afterwards."""
     output = Path(config.output)
     trainer = TorchTrainer(
-        train_worker,
+        train_worker,  # type: ignore[arg-type]  # the hint forgets that rank 0's return value is kept
         train_loop_config={
             "config": config.model_dump(mode="json"),
             "run": {
@@ -89,7 +89,7 @@ def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | 
             checkpoint_config=CheckpointConfig(num_to_keep=config.keep_checkpoints),
         ),
     )
-    result = trainer.fit()
+    result: Any = trainer.fit()
     if result.return_value is None or result.checkpoint is None:
         raise DsparkError(f"training ended without a result; see the log above and {output / CHECKPOINTS}")
     return publish(config, Path(result.checkpoint.path) / FINAL, result.return_value)

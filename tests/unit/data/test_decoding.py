@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dspark.data.decoding import (
     BatchDecoder,
@@ -40,10 +48,15 @@ def ragged_requests(count: int, *, max_tokens: int = 24) -> list[DecodeRequest]:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    return [DecodeRequest(f"row-{i}", ids, max_tokens - i % 5, derive_seed(0, f"row-{i}", 0)) for i, ids in enumerate(prompts)]
+    return [
+        DecodeRequest(f"row-{i}", ids, max_tokens - i % 5, derive_seed(0, f"row-{i}", 0))
+        for i, ids in enumerate(prompts)
+    ]
 
 
-def rules(sampling: SamplingParams = GREEDY, stop_ids: tuple[int, ...] = (2, 17), vocabulary_size: int = VOCABULARY) -> DecodeRules:
+def rules(
+    sampling: SamplingParams = GREEDY, stop_ids: tuple[int, ...] = (2, 17), vocabulary_size: int = VOCABULARY
+) -> DecodeRules:
     return DecodeRules(sampling=sampling, stop_ids=stop_ids, vocabulary_size=vocabulary_size)
 
 
@@ -57,7 +70,9 @@ def run(decoder: Decoder, requests: list[DecodeRequest]) -> dict[str, Completion
     return {completion.key: completion for completion in completions}
 
 
-def batch(model: PreTrainedModel, decode_rules: DecodeRules, *, num_slots: int = 3, max_kv_tokens: int = 10_000) -> BatchDecoder:
+def batch(
+    model: PreTrainedModel, decode_rules: DecodeRules, *, num_slots: int = 3, max_kv_tokens: int = 10_000
+) -> BatchDecoder:
     return BatchDecoder(model, decode_rules, num_slots=num_slots, max_kv_tokens=max_kv_tokens)
 
 
@@ -69,7 +84,11 @@ def test_greedy_decoding_equals_generate_token_for_token(make_model: Any, num_sl
     for request in requests:
         prompt = torch.tensor([request.prompt_ids])
         output = make_model().generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request.max_tokens, eos_token_id=[2, 17]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=request.max_tokens,
+            eos_token_id=[2, 17],
         )
         expected[request.key] = output[0, prompt.shape[1] :].tolist()
     found = run(batch(make_model(), rules(), num_slots=num_slots), requests)
@@ -77,7 +96,9 @@ def test_greedy_decoding_equals_generate_token_for_token(make_model: Any, num_sl
 
 
 def test_some_rows_stop_and_some_reach_the_limit() -> None:
-    reasons = {completion.finish_reason for completion in run(batch(tiny_llama(), rules()), ragged_requests(12)).values()}
+    reasons = {
+        completion.finish_reason for completion in run(batch(tiny_llama(), rules()), ragged_requests(12)).values()
+    }
     assert reasons == {"stop", "length"}
 
 
@@ -134,7 +155,9 @@ def test_a_prompt_that_raises_ends_alone() -> None:
             raise RuntimeError("token 95 is cursed")
 
     model.get_input_embeddings().register_forward_pre_hook(refuse)
-    requests = [DecodeRequest(r.key, [t for t in r.prompt_ids if t != 95] or [3], 4, r.seed) for r in ragged_requests(6)]
+    requests = [
+        DecodeRequest(r.key, [t for t in r.prompt_ids if t != 95] or [3], 4, r.seed) for r in ragged_requests(6)
+    ]
     requests[2] = DecodeRequest("bad", [5, 95, 6], 4, 0)
     found = run(batch(model, rules(vocabulary_size=95), num_slots=6), requests)
     assert found["bad"].error == "RuntimeError: token 95 is cursed"

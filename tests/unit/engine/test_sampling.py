@@ -68,7 +68,9 @@ def test_shortlist_is_exact_for_logits_full_of_ties(params: SamplingParams) -> N
 
 
 def test_a_row_draws_the_same_token_in_any_company() -> None:
-    logits = torch.randn(6, 512, generator=torch.Generator().manual_seed(3)) * torch.tensor([[9.0], [1], [3], [1], [9], [2]])
+    logits = torch.randn(6, 512, generator=torch.Generator().manual_seed(3)) * torch.tensor(
+        [[9.0], [1], [3], [1], [9], [2]]
+    )
     uniforms = torch.rand(6, generator=torch.Generator().manual_seed(4))
     sampler = ShortlistSampler(SamplingParams(temperature=0.7, top_p=0.9), shortlist=8)
     together = sampler.draw(logits, uniforms)

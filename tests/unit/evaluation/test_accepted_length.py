@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from scripted_drafters import FixedDistributionDrafter, ScriptedDrafter
 
 from dspark.engine.sampling import SamplingParams, filtered_probs
 from dspark.evaluation.accepted_length import Rollout, decode_plain, speculate
+from scripted_drafters import FixedDistributionDrafter, ScriptedDrafter
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [1, 40, 77, 130, 2, 25, 61]
@@ -28,7 +28,9 @@ def continuation(target: transformers.PreTrainedModel) -> list[int]:
     return generate(target, PROMPT, NUM_NEW + 8, stop_ids=())
 
 
-def generate(model: transformers.PreTrainedModel, prompt: list[int], num_new: int, *, stop_ids: tuple[int, ...]) -> list[int]:
+def generate(
+    model: transformers.PreTrainedModel, prompt: list[int], num_new: int, *, stop_ids: tuple[int, ...]
+) -> list[int]:
     model.generation_config = transformers.GenerationConfig(eos_token_id=list(stop_ids) or None, pad_token_id=2)
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new)
@@ -52,7 +54,9 @@ def greedy(model, drafter, *, num_new: int = NUM_NEW, stop_ids: tuple[int, ...] 
     ("block_size", "verify_length"), [(size, length) for size in BLOCK_SIZES for length in range(size + 1)]
 )
 @pytest.mark.parametrize("num_right", [0, 2, 99])
-def test_greedy_output_is_the_librarys_own_whatever_is_proposed(target, continuation, block_size, verify_length, num_right):
+def test_greedy_output_is_the_librarys_own_whatever_is_proposed(
+    target, continuation, block_size, verify_length, num_right
+):
     drafter = ScriptedDrafter(PROMPT + continuation, block_size=block_size, num_right=num_right)
     rollout = greedy(target, drafter, verify_length=verify_length)
     assert rollout.output_ids == continuation[:NUM_NEW]
@@ -180,7 +184,7 @@ def test_padding_ids_are_never_output_even_where_the_target_and_the_drafter_like
     assert max(rollout.output_ids) < used
 
 
-def small_vocabulary_target(vocab_size: int) -> transformers.PreTrainedModel:
+def small_vocabulary_target(vocab_size: int, *, initializer_range: float = 0.6) -> transformers.PreTrainedModel:
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
@@ -189,17 +193,17 @@ def small_vocabulary_target(vocab_size: int) -> transformers.PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        initializer_range=0.6,
+        initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.0), SamplingParams(temperature=0.9, top_p=0.8)])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.0), SamplingParams(temperature=1.2, top_p=0.8)])
 def test_sampled_pairs_of_tokens_follow_the_filtered_target(sampling):
     """Two tokens a rollout, compared with the exact probability of each pair."""
-    vocab_size, num_draws = 4, 2500
+    vocab_size, num_draws = 4, 1200
     model = small_vocabulary_target(vocab_size)
     drafter = FixedDistributionDrafter(torch.tensor([0.7, 0.1, 0.1, 0.1]), block_size=3)
     generator = torch.Generator().manual_seed(7)
@@ -243,7 +247,7 @@ def chi_square_p(seen: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_at_temperature_one_every_token_of_a_small_vocabulary_comes_up():
-    model = small_vocabulary_target(3)
+    model = small_vocabulary_target(3, initializer_range=0.3)
     drafter = FixedDistributionDrafter(torch.tensor([0.98, 0.01, 0.01]), block_size=3)
     rollout = speculate(
         model,
@@ -260,13 +264,11 @@ def test_at_temperature_one_every_token_of_a_small_vocabulary_comes_up():
 
 def test_the_same_seed_gives_the_same_sampled_output(target):
     drafter = FixedDistributionDrafter(torch.ones(VOCABULARY) / VOCABULARY, block_size=5)
-    outputs = [
-        greedy_like(target, drafter, torch.Generator().manual_seed(seed)).output_ids for seed in (11, 11, 12)
-    ]
+    outputs = [sampled(target, drafter, torch.Generator().manual_seed(seed)).output_ids for seed in (11, 11, 12)]
     assert outputs[0] == outputs[1] != outputs[2]
 
 
-def greedy_like(model, drafter, generator: torch.Generator) -> Rollout:
+def sampled(model, drafter, generator: torch.Generator) -> Rollout:
     return speculate(
         model,
         drafter,
@@ -281,6 +283,6 @@ def greedy_like(model, drafter, generator: torch.Generator) -> Rollout:
 
 def test_confidence_logits_travel_with_their_round(target):
     drafter = FixedDistributionDrafter(torch.ones(VOCABULARY) / VOCABULARY, block_size=3, with_confidence=True)
-    rollout = greedy_like(target, drafter, torch.Generator().manual_seed(2))
+    rollout = sampled(target, drafter, torch.Generator().manual_seed(2))
     assert all(r.confidence_logits == [0.0] * r.num_proposed for r in rollout.rounds if r.num_proposed)
     assert rollout.counts().mean_confidence[0] == 0.5

@@ -1,0 +1,82 @@
+"""Small drafters with random weights everywhere, and batches to run them on; no target behind them."""
+
+from typing import Any
+
+import torch
+
+from dspark.drafters import build_drafter
+from dspark.drafters.base import BlockBatch
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dflash import DFlashDrafter
+from dspark.drafters.dspark import DSparkDrafter
+
+# What changes the shape of a drafter's attention, input or vocabulary; every property has to hold for all of them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "anchor_fusion": {"anchor_fusion": True},
+    "sliding_window": {"sliding_window": 6},
+    "reduced_vocabulary": {"draft_vocab_size": 30},
+    "padded_vocabulary": {"valid_vocab_size": 50},
+    "no_markov": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "dflash": {
+        "architecture": "dflash",
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    },
+}
+
+
+def small_config(**changes: Any) -> DrafterConfig:
+    """A two-layer DSpark shape: hidden 16, 4 heads over 2 key/value heads, vocabulary 61, blocks of 4."""
+    fields: dict[str, Any] = {
+        "architecture": "dspark",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 128,
+        "vocab_size": 61,
+        "target_layer_ids": (0, 2),
+        "num_target_layers": 4,
+        "block_size": 4,
+        "mask_token_id": 60,
+        "markov_rank": 5,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    } | changes
+    fields.setdefault("valid_vocab_size", fields["vocab_size"])
+    fields.setdefault("draft_vocab_size", fields["valid_vocab_size"])
+    return DrafterConfig(**fields)
+
+
+def random_drafter(*, seed: int = 0, **changes: Any) -> DSparkDrafter | DFlashDrafter:
+    """A drafter of `small_config(**changes)`; every weight is random, a reduced vocabulary maps to ascending ids."""
+    drafter = build_drafter(small_config(**changes))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise)
+    config = drafter.config
+    if config.has_reduced_vocabulary:
+        chosen = torch.randperm(config.valid_vocab_size, generator=generator)[: config.draft_vocab_size]
+        drafter.backbone.d2t = chosen.sort().values
+    return drafter.eval()
+
+
+def random_batch(
+    config: DrafterConfig, anchors: list[list[int]], *, num_tokens: int = 24, seed: int = 1
+) -> BlockBatch:
+    """Random tokens and features with the given anchors; a shorter row of anchors is padded."""
+    generator = torch.Generator().manual_seed(seed)
+    most = max(len(row) for row in anchors)
+    return BlockBatch(
+        input_ids=torch.randint(0, config.valid_vocab_size, (len(anchors), num_tokens), generator=generator),
+        target_hidden=torch.randn(len(anchors), num_tokens, config.feature_size, generator=generator),
+        anchors=torch.tensor([row + [0] * (most - len(row)) for row in anchors]),
+        anchor_mask=torch.tensor([[True] * len(row) + [False] * (most - len(row)) for row in anchors]),
+    )
