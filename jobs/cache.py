@@ -33,29 +33,34 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
         "target_layer_ids": list(layer_ids),
     } | config.model_dump(include={"dtype", "max_length", "min_loss_tokens", "max_cache_bytes", "shard_tokens", "seed"})
     folder = Path(config.output).resolve()
+    writer = TargetCacheWriter(folder)
     if not fresh and not dry_run and (folder / MANIFEST).is_file():
-        TargetCacheWriter(folder).begin(request, fresh=False)
-        log.info("target cache %s is complete", folder)
-        return read_json(folder / MANIFEST)["result"] | {"skipped": True}
+        writer.begin(request, fresh=False)
+        if writer.is_finished():
+            log.info("target cache %s is complete", folder)
+            return read_json(folder / MANIFEST)["result"] | {"skipped": True}
+        log.warning("target cache %s has shards that are missing or corrupt; they are written again", folder)
     plan = plan_cache(answers, config, hidden_size=shape.hidden_size, num_layers=len(layer_ids))
     _print_plan(plan, layer_ids)
     if dry_run:
         return _counts(plan, config) | {"dry_run": True, "target_layer_ids": list(layer_ids)}
     if not plan.shards:
         raise DsparkError(f"nothing to cache: all {plan.rows_in} answers were rejected: {plan.rejected}")
-    writer = TargetCacheWriter(folder)
     writer.begin(request, fresh=fresh)
     missing = [shard for shard in range(len(plan.shards)) if not writer.is_complete(shard)]
     writer.check_space(plan.projected_bytes * len(missing) // len(plan.shards))
     log.info("%d of %d shards to write", len(missing), len(plan.shards))
     started = time.monotonic()
-    captured = _capture(config, target, layer_ids, plan, missing, folder) if missing else {"tokens": 0, "non_finite": 0}
+    tokens = _capture(config, target, layer_ids, plan, missing, folder) if missing else 0
     seconds = time.monotonic() - started
-    result = _counts(plan, config) | {
-        "non_finite": captured["non_finite"],
+    counts = _counts(plan, config)
+    written = writer.num_samples(len(plan.shards))
+    result = counts | {
+        "samples": written,
+        "non_finite": counts["samples"] - written,  # from what is on disk: earlier runs left some out too
         "shards": len(plan.shards),
         "seconds": round(seconds, 1),
-        "tokens_per_s": round(captured["tokens"] / seconds, 1) if captured["tokens"] else 0.0,
+        "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0,
     }
     writer.finish(request, len(plan.shards), {"target_config": target.model_dump(), "result": result})
     return result
@@ -68,7 +73,8 @@ def _capture(
     plan: CachePlan,
     missing: list[int],
     folder: Path,
-) -> dict[str, int]:
+) -> int:
+    """Tokens captured."""
     import ray  # heavy, and not needed for --dry-run
 
     runner.start_ray()
@@ -88,12 +94,13 @@ def _capture(
         compute=ray.data.ActorPoolStrategy(size=min(config.num_workers, len(missing)), max_tasks_in_flight_per_actor=1),
         num_cpus=1,
     )
-    totals = {"tokens": 0, "non_finite": 0}
+    tokens = 0
     for number, counts in enumerate(done.iter_rows(), start=1):
-        totals["tokens"] += int(counts["tokens"])
-        totals["non_finite"] += int(counts["non_finite"])
+        tokens += int(counts["tokens"])
         log.info("shard %d written (%d of %d)", counts["shard"], number, len(missing))
-    return totals
+        if counts["non_finite"]:
+            log.warning("shard %d: %d samples left out, not finite", counts["shard"], counts["non_finite"])
+    return tokens
 
 
 def _print_plan(plan: CachePlan, layer_ids: tuple[int, ...]) -> None:

@@ -65,8 +65,9 @@ def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Pr
     num_workers = min(config.num_workers, len(prompts))
     tasks = [{"prompts": task_json(task)} for task in deal(prompts, num_workers)]
     has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    ray.data.DataContext.get_current().target_max_block_size = 1  # each part is reported when it is written
-    parts = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
+    dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    dataset.context.target_max_block_size = 1  # each part is reported when it is written, not when its task ends
+    parts = dataset.map_batches(
         AnswerWorker,
         fn_constructor_args=(config.model_dump(), sampling.model_dump(), run_token),
         batch_size=1,
@@ -101,9 +102,8 @@ def _plan(config: GenerateConfig, prompt_set: PromptSet) -> dict[str, Any]:
 
 def _print_plan(config: GenerateConfig, prompt_set: PromptSet, sampling: SamplingParams) -> None:
     plan = _plan(config, prompt_set)
-    print(
-        f"answers: {plan['prompts']:,} prompts of {plan['read']:,} rows, {plan['turns']:,} turns by {config.target.name}"
-    )
+    sizes = f"{plan['prompts']:,} prompts of {plan['read']:,} rows, {plan['turns']:,} turns"
+    print(f"answers: {sizes} by {config.target.name}")
     for group, count in plan["by_domain_and_split"].items():
         print(f"  {group}: {count:,}")
     for reason, count in plan["rejected"].items():

@@ -1,9 +1,12 @@
 """Small drafters with random weights everywhere, and batches to run them on; no target behind them."""
 
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dspark.data.target_cache import CachedSample
 from dspark.drafters import build_drafter
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.config import DrafterConfig
@@ -80,3 +83,29 @@ def random_batch(
         anchors=torch.tensor([row + [0] * (most - len(row)) for row in anchors]),
         anchor_mask=torch.tensor([[True] * len(row) + [False] * (most - len(row)) for row in anchors]),
     )
+
+
+def random_sample(config: DrafterConfig, name: str, length: int, *, prompt: int = 4, seed: int = 0) -> CachedSample:
+    """Random states in bf16 as the cache stores them; all tokens after the prompt are supervised.
+
+    log Z is that of a head which gives random logits, so the target's probabilities on V' sum to about a half.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    mask = torch.zeros(length, dtype=torch.uint8)
+    mask[prompt:] = 1
+    num_supervised = int(mask.sum())
+    return CachedSample(
+        id=name,
+        input_ids=torch.randint(0, config.valid_vocab_size, (length,), generator=generator),
+        loss_mask=mask,
+        hidden=torch.randn(length, config.feature_size, generator=generator).bfloat16(),
+        last_hidden=torch.randn(num_supervised, config.hidden_size, generator=generator).bfloat16(),
+        log_z=torch.full((num_supervised,), math.log(2.0 * config.valid_vocab_size)),
+    )
+
+
+def target_to_draft(drafter: DSparkDrafter | DFlashDrafter) -> Tensor:
+    """Draft id of every target id, -1 outside the draft vocabulary: [V]."""
+    mapping = torch.full((drafter.config.vocab_size,), -1)
+    mapping[drafter.backbone.d2t] = torch.arange(drafter.config.draft_vocab_size)
+    return mapping

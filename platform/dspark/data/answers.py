@@ -21,7 +21,7 @@ from dspark.config import Config
 from dspark.data.chat import ChatConfig
 from dspark.data.prompts import Prompt, PromptSet, PromptSource
 from dspark.engine.sampling import SamplingParams
-from dspark.errors import DsparkError, Mismatch, MissingInput
+from dspark.errors import DsparkError, Mismatch, MissingInput, one_line
 from dspark.provenance import fingerprint, read_json, require_same, temporary_sibling, write_bytes, write_json
 from dspark.targets import TargetConfig, default_sampling
 
@@ -156,7 +156,7 @@ class AnswerStore:
             try:
                 ids.update(pq.read_table(path, columns=["id"], partitioning=None)["id"].to_pylist())
             except (pa.ArrowException, OSError) as error:
-                log.warning("removed unreadable part %s: %s", path.name, " ".join(str(error).split()))
+                log.warning("removed unreadable part %s: %s", path.name, one_line(error))
                 path.unlink(missing_ok=True)
         return ids
 

@@ -18,8 +18,10 @@ from dspark.data.answers import AnswerSet
 from dspark.data.chat import training_sequences, truncate
 from dspark.data.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
+from dspark.numerics import use_fast_float32_products
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
 
+LOG_Z_ROWS = 256  # a chunk of 256 rows over 150,000 tokens takes 150 MB
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -123,7 +125,8 @@ class CaptureWorker:
         config = build_config(TargetConfig, target)
         self._model = load_target(config)
         refuse_unsupported_head(self._model)
-        self._vocabulary = vocabulary_size(load_tokenizer(config))
+        use_fast_float32_products()
+        self._head = self._model.get_output_embeddings().weight[: vocabulary_size(load_tokenizer(config))].float()
         self._layer_ids = layer_ids
         self._batch_tokens = batch_tokens
         self._writer = TargetCacheWriter(folder)
@@ -133,7 +136,7 @@ class CaptureWorker:
         for shard, samples in zip(batch["shard"], batch["samples"], strict=True):
             planned = [PlannedSample(**sample) for sample in json.loads(samples)]
             captured = {sample.id: sample for sample in self.capture(planned)}
-            finite = [p for p in planned if bool(captured[p.id].hidden.isfinite().all())]
+            finite = [p for p in planned if _is_finite(captured[p.id])]
             self._writer.write_shard(int(shard), ((captured[p.id], p.split, p.domain) for p in finite))
             counts["shard"].append(int(shard))
             counts["samples"].append(len(finite))
@@ -170,12 +173,21 @@ class CaptureWorker:
                 loss_mask=mask,
                 hidden=hidden[row, : len(sample.input_ids)].to("cpu", torch.bfloat16),
                 last_hidden=last.to("cpu", torch.bfloat16),
-                log_z=self._log_z(last).cpu(),
+                log_z=self._log_z(last.to(torch.bfloat16)).cpu(),
             )
 
     def _log_z(self, last_hidden: torch.Tensor) -> torch.Tensor:
-        """Log-sum-exp of the target's logits over the real vocabulary, padding rows left out: [S] float32."""
-        return torch.logsumexp(self._model.lm_head(last_hidden)[:, : self._vocabulary].float(), dim=-1)
+        """Log-sum-exp of the target's logits over the real vocabulary, padding rows left out: [S] float32.
+
+        From the state as it is stored and with float32 products: logits rounded to bf16 put it off by up to 0.1, and
+        the probabilities that training derives from it would not sum to one.
+        """
+        chunks = last_hidden.float().split(LOG_Z_ROWS)
+        return torch.cat([torch.logsumexp(chunk @ self._head.T, dim=-1) for chunk in chunks])
+
+
+def _is_finite(sample: CachedSample) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in (sample.hidden, sample.last_hidden, sample.log_z))
 
 
 def refuse_unsupported_head(model: Any) -> None:

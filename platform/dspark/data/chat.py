@@ -10,6 +10,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from dspark.config import Config
+from dspark.errors import one_line
 
 PREFLIGHT_ROWS = 16
 
@@ -50,11 +51,11 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if tokenizer.chat_template is None:
         raise ValueError(f"target {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned target")
     try:
-        encoded = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **chat.template_options
         )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"chat template refuses the conversation: {' '.join(str(error).split())}") from error
+        raise ValueError(f"chat template refuses the conversation: {one_line(error)}") from error
     return list(encoded["input_ids"])
 
 

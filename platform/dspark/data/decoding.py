@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dspark.data.slot_cache import SlotCache, supports_slots, use_single_query_attention
 from dspark.engine.request import FinishReason, commit
 from dspark.engine.sampling import SamplingParams, ShortlistSampler
+from dspark.errors import one_line
 
 READ_TOKENS = 1024  # prompt tokens, padding included, read in one forward pass
 
@@ -164,7 +165,7 @@ class BatchDecoder:
         except Exception as error:
             self.slots.end_read(keep=False)
             if len(group) == 1:
-                return [Completion(group[0].key, [], None, f"{type(error).__name__}: {' '.join(str(error).split())}")]
+                return [Completion(group[0].key, [], None, f"{type(error).__name__}: {one_line(error)}")]
             return [completion for request in group for completion in self._read([request])]
         self.slots.end_read(keep=True)
         first = len(self.rows)
@@ -242,7 +243,7 @@ class SequentialDecoder:
         try:
             return [self._complete(request)]
         except Exception as error:
-            return [Completion(request.key, [], None, f"{type(error).__name__}: {' '.join(str(error).split())}")]
+            return [Completion(request.key, [], None, f"{type(error).__name__}: {one_line(error)}")]
 
     @torch.inference_mode()
     def _complete(self, request: DecodeRequest) -> Completion:

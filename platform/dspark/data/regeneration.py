@@ -17,6 +17,7 @@ from dspark.data.chat import ChatConfig, render_prompt
 from dspark.data.decoding import Completion, DecodeRequest, DecodeRules, derive_seed, make_decoder
 from dspark.data.prompts import Prompt
 from dspark.engine.sampling import SamplingParams
+from dspark.errors import one_line
 from dspark.targets import load_target, load_target_config, load_tokenizer, stop_token_ids, vocabulary_size
 
 MAX_ROWS_PER_TASK = 1024
@@ -79,7 +80,7 @@ class Conversation:
         try:
             request = renderer.request(self.prompt.id, len(self.turns), self.messages)
         except Exception as error:  # whatever one row provokes in a template or tokenizer ends that row alone
-            self.error = " ".join(str(error).split()) or type(error).__name__
+            self.error = one_line(error) or type(error).__name__
             return None
         self._prompt_ids = request.prompt_ids
         return request

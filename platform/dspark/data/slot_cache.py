@@ -23,7 +23,7 @@ class SlotCache(Cache):
 
     Beyond a row's length a slot holds old, finite numbers, which the caller masks out. Slots are as long as the
     longest row and no longer: attention reads whole slots, since a product over part of each would copy them first.
-    max_slots, max_tokens: memory is for at most so many rows, and so many tokens in all rows, unless one row needs more.
+    max_slots, max_tokens: memory is made for so many rows, of so many tokens together, unless the rows need more.
     """
 
     def __init__(self, num_layers: int, *, max_slots: int, max_tokens: int) -> None:
@@ -35,7 +35,8 @@ class SlotCache(Cache):
         self.positions = torch.zeros(0, dtype=torch.int64)  # of the token being decoded, per active row
         self.first_new_row: int | None = None  # set while new rows are being read in
         self._new_lengths: list[int] = []
-        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
+        self._slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slot_layers))
 
     def begin_read(self, lengths: list[int]) -> None:
         """The next update appends rows with prompts of these lengths, padded on the right."""
@@ -67,7 +68,7 @@ class SlotCache(Cache):
         """Free a row; the last active row moves into its slot."""
         last = len(self.lengths) - 1
         if row != last:
-            for layer in self.layers:
+            for layer in self._slot_layers:
                 layer.move(last, row, self.lengths[last])
             self.lengths[row] = self.lengths[last]
         self.lengths.pop()
@@ -80,12 +81,15 @@ class SlotCache(Cache):
         if is_too_small or is_too_long:
             self.slot_tokens = wanted
             self.num_slots = max(num_rows, min(self.max_slots, self.max_tokens // wanted))
-            for layer in self.layers:
+            for layer in self._slot_layers:
                 layer.resize()
 
 
 class _SlotLayer(CacheLayerMixin):
     """One layer's keys and values, [num_slots, G, slot_tokens, D]."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, slots: SlotCache) -> None:
         super().__init__()
@@ -101,9 +105,9 @@ class _SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         first = self.slots.first_new_row
         if first is not None:
-            rows, _, num_tokens, _ = key_states.shape
-            self.keys[first : first + rows, :, :num_tokens] = key_states
-            self.values[first : first + rows, :, :num_tokens] = value_states
+            num_rows, _, num_tokens, _ = key_states.shape
+            self.keys[first : first + num_rows, :, :num_tokens] = key_states
+            self.values[first : first + num_rows, :, :num_tokens] = value_states
             return key_states, value_states
         positions = self.slots.positions
         rows = torch.arange(len(positions), device=positions.device)
@@ -163,8 +167,8 @@ def single_query_attention(
     On a CPU this takes under half the time of the fused kernel, which packs keys and values anew at each call. Prompts
     and anything special go to the fused kernel. query: [N, H, T, D]; key, value: [N, G, S, D].
     """
-    is_special = attention_mask is None or any(kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS)
-    if query.shape[2] != 1 or is_special:
+    is_special = any(kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS)
+    if attention_mask is None or query.shape[2] != 1 or is_special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     rows, heads, _, head_dim = query.shape
     groups = key.shape[1]

@@ -132,6 +132,15 @@ class TargetCacheWriter:
         write_json(self.folder / MANIFEST, manifest)
         return manifest
 
+    def num_samples(self, num_shards: int) -> int:
+        """Samples in the first `num_shards` shards, all of which are there."""
+        return sum(len(read_json(self._sidecar(shard))["samples"]) for shard in range(num_shards))
+
+    def is_finished(self) -> bool:
+        """Whether there is a manifest and every shard in it is whole; reads all bytes."""
+        path = self.folder / MANIFEST
+        return path.is_file() and all(self.is_complete(shard) for shard in range(len(read_json(path)["shards"])))
+
     def check_space(self, projected_bytes: int) -> None:
         """Raises: OutOfSpace when the disk has less room than the shards still to be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -224,7 +233,8 @@ def _concatenate(samples: Iterable[tuple[CachedSample, str, str]]) -> tuple[list
         parts["hidden"].append(sample.hidden.to(torch.bfloat16))
         parts["last_hidden"].append(sample.last_hidden.to(torch.bfloat16))
         parts["log_z"].append(sample.log_z.to(torch.float32))
-    return entries, {name: torch.cat(values).contiguous() for name, values in parts.items()}
+    # A shard may hold nothing: all its samples may have been left out as not finite.
+    return entries, {name: torch.cat(v).contiguous() if v else torch.zeros(0) for name, v in parts.items()}
 
 
 def _is_disk_full(error: Exception) -> bool:

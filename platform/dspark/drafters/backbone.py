@@ -98,7 +98,7 @@ class Backbone(nn.Module):
 
     def context_features(self, target_hidden: Tensor) -> Tensor:
         """C = RMSNorm(W_c [H^l1; …; H^lm]): [..., d]. target_hidden: [..., m*d]."""
-        return self.hidden_norm(self.fc(target_hidden))
+        return self.hidden_norm(self.fc(target_hidden.to(self.fc.weight.dtype)))
 
     def block_states(self, batch: BlockBatch) -> Tensor:
         """Hidden states of all slots of all blocks, after the final norm: [B, A, G, d]."""

@@ -38,6 +38,19 @@ class BlockOutput:
     confidence_logits: Tensor | None
 
 
+@dataclass(frozen=True)
+class SlotRows:
+    """What the heads of a drafter are given for N slots, before the vocabulary comes in.
+
+    h: [N, d] float32; embedded: [N, r], W_1 of the true token before, or None without a Markov head;
+    confidence_logits: as in BlockOutput.
+    """
+
+    h: Tensor
+    embedded: Tensor | None
+    confidence_logits: Tensor | None
+
+
 class DraftState(Protocol):
     """The drafter's memory of one request's context; `num_tokens` context positions are held."""
 

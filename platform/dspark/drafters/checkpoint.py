@@ -20,6 +20,12 @@ from dspark.provenance import read_json, temporary_sibling, write_json
 EXCHANGE_ARCHITECTURE = "Qwen3DSparkModel"
 EXTENDED_ARCHITECTURE = "DSparkFusionModel"
 BACKBONE = "backbone."
+REQUIRED = tuple(
+    name
+    for name, field in DrafterConfig.model_fields.items()
+    if field.is_required() and name not in ("architecture", "rope_parameters", "valid_vocab_size", "draft_vocab_size")
+)
+SUPPORTED = {"attention_bias": False, "hidden_act": "silu", "sample_from_anchor": True}
 
 
 def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Path, *, dtype: torch.dtype) -> None:
@@ -103,8 +109,12 @@ def from_deepspec(content: dict[str, Any]) -> DrafterConfig:
             f"drafter architectures {architectures} are not known; known: {EXCHANGE_ARCHITECTURE}, "
             f"{EXTENDED_ARCHITECTURE}"
         )
-    if content.get("attention_bias"):
-        raise ValueError("drafter has attention_bias true; draft layers here have no biases")
+    for name, supported in SUPPORTED.items():
+        if content.get(name, supported) != supported:
+            raise ValueError(f"drafter config has {name} {content[name]!r}; only {supported!r} is supported")
+    missing = [name for name in REQUIRED if name not in content]
+    if missing:
+        raise ValueError(f"drafter config has no {missing[0]}; take it from the checkpoint it belongs to")
     vocab_size = content["vocab_size"]
     valid = content.get("valid_vocab_size", vocab_size)
     is_dspark = bool(content.get("markov_rank") or content.get("enable_confidence_head"))
@@ -156,13 +166,18 @@ def _draft_to_target(offsets: Tensor | None, config: DrafterConfig, folder: Path
             f"drafter {folder}: d2t maps to ids {int(target_ids.min())}..{int(target_ids.max())} outside the "
             f"vocabulary of {config.valid_vocab_size}; it must hold offsets (target id - draft id)"
         )
+    twice = target_ids[(target_ids.bincount()[target_ids] > 1)]
+    if twice.numel():
+        raise Mismatch(f"drafter {folder}: d2t maps two draft ids to target id {int(twice[0])}; export it again")
     return target_ids
 
 
 def _load_tensors(drafter: DSparkDrafter | DFlashDrafter, tensors: dict[str, Tensor], folder: Path) -> None:
     heads = ("markov_head.", "confidence_head.")
     named = {name if name.startswith(heads) else BACKBONE + name: value for name, value in tensors.items()}
-    named[f"{BACKBONE}mask_embedding"] = tensors["embed_tokens.weight"][drafter.config.mask_token_id].clone()
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is not None and len(embedding) > drafter.config.mask_token_id:
+        named[f"{BACKBONE}mask_embedding"] = embedding[drafter.config.mask_token_id].clone()
     expected = {name: value.shape for name, value in drafter.state_dict().items()}
     for name in sorted(expected.keys() ^ named.keys()):
         state = "missing from" if name in expected else "unknown in"

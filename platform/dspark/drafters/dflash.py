@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import Backbone, BackboneState
-from dspark.drafters.base import BlockBatch, BlockOutput
+from dspark.drafters.base import BlockBatch, BlockOutput, SlotRows
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.drafting import check_length, draw, on_target_ids
 from dspark.speculation.proposal import Proposal
@@ -22,9 +22,16 @@ class DFlashDrafter(nn.Module):
 
     def forward(self, batch: BlockBatch, slots: Tensor) -> BlockOutput:
         """Logits of the chosen slots."""
+        return BlockOutput(self.backbone.base_logits(self.slot_rows(batch, slots).h), None)
+
+    def slot_rows(self, batch: BlockBatch, slots: Tensor) -> SlotRows:
+        """What the head is given for the chosen slots."""
         h = self.backbone.block_states(batch)[slots]
-        with torch.autocast(h.device.type, enabled=False):
-            return BlockOutput(self.backbone.base_logits(h.to(self.backbone.lm_head.weight.dtype)), None)
+        return SlotRows(h.to(self.backbone.lm_head.weight.dtype), None, None)
+
+    def bias_weight(self) -> None:
+        """No Markov head."""
+        return None
 
     def new_state(self) -> BackboneState:
         """Empty memory for one request."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import Backbone, BackboneState
-from dspark.drafters.base import BlockBatch, BlockOutput
+from dspark.drafters.base import BlockBatch, BlockOutput, SlotRows
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.drafting import check_length, draw, on_target_ids
 from dspark.drafters.heads import ConfidenceHead, VanillaMarkovHead
@@ -37,11 +37,20 @@ class DSparkDrafter(nn.Module):
 
     def forward(self, batch: BlockBatch, slots: Tensor) -> BlockOutput:
         """Teacher-forced logits and confidences of the chosen slots: slot k is told the true token before it."""
+        rows = self.slot_rows(batch, slots)
+        return BlockOutput(self._logits(rows.h, rows.embedded), rows.confidence_logits)
+
+    def slot_rows(self, batch: BlockBatch, slots: Tensor) -> SlotRows:
+        """What the heads are given for the chosen slots; computed as `forward` does, without the logits."""
         h = self.backbone.block_states(batch)[slots]
         embedded = self.embed_previous(previous_ids(batch, self.block_size)[slots])
         with torch.autocast(h.device.type, enabled=False):
             h = h.to(self.backbone.lm_head.weight.dtype)
-            return BlockOutput(self._logits(h, embedded), self._confidence(h, embedded))
+            return SlotRows(h, embedded, self._confidence(h, embedded))
+
+    def bias_weight(self) -> Tensor | None:
+        """W_2: [V', r], or None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight[: self.config.draft_vocab_size]
 
     def embed_previous(self, ids: Tensor) -> Tensor | None:
         """W_1[x_{k-1}]: [..., r], or None without a Markov head."""

@@ -48,7 +48,14 @@ def drafter_config(
     target_layer_ids: tuple[int, ...],
     valid_vocab_size: int,
 ) -> DrafterConfig:
-    """The drafter's full shape. Raises: ValueError for a mask token that cannot be told apart from padding or EOS."""
+    """The drafter's full shape.
+
+    Raises: ValueError for a mask token that cannot be told apart from padding or EOS, or a target without the sizes
+    that a draft layer needs.
+    """
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"):
+        if getattr(target, name, None) is None:
+            raise ValueError(f"target of type {target.model_type!r} has no {name}; drafters need a target of Llama's kind")
     is_dspark = shape.architecture == "dspark"
     heads = target.num_attention_heads
     return DrafterConfig(
@@ -146,6 +153,11 @@ def _warm_start(backbone: Backbone, target: Any, sample_features: Tensor) -> Non
     queries and keys have on real features, so that attention starts about as sharp as in the target.
     """
     decoder = target.model
+    if len(decoder.layers) < len(backbone.layers):
+        raise ValueError(
+            f"drafter.num_layers {len(backbone.layers)} is more than the {len(decoder.layers)} layers of the target; "
+            "set drafter.warm_start false or lower drafter.num_layers"
+        )
     sources = decoder.layers[len(decoder.layers) - len(backbone.layers) :]
     size = backbone.config.hidden_size
     backbone.fc.weight.zero_()
@@ -154,7 +166,23 @@ def _warm_start(backbone: Backbone, target: Any, sample_features: Tensor) -> Non
     normed = backbone.context_features(sample_features)
     for layer, source in zip(backbone.layers, sources, strict=True):
         assert isinstance(layer, DraftLayer)
+        _require_same_form(layer, source)
         _copy_layer(layer, source, normed)
+
+
+def _require_same_form(layer: DraftLayer, source: Any) -> None:
+    """Raises: ValueError when the target's layer is not what a draft layer is, piece for piece."""
+    drafted = {name: value.shape for name, value in layer.named_parameters()}
+    given = {name: value.shape for name, value in source.named_parameters()}
+    without_head_norms = {n: s for n, s in drafted.items() if not n.endswith(("q_norm.weight", "k_norm.weight"))}
+    if given == drafted or given == without_head_norms:
+        return
+    names = sorted(n for n in drafted.keys() | given.keys() if given.get(n) != without_head_norms.get(n))
+    found = list(given[names[0]]) if names[0] in given else "absent"
+    raise ValueError(
+        f"draft layers cannot start from {type(source).__name__}: its {names[0]} is {found}; "
+        "set drafter.warm_start false"
+    )
 
 
 def _copy_layer(layer: DraftLayer, source: Any, normed: Tensor) -> None:

@@ -61,6 +61,8 @@ def _inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     base = rope.get("rope_theta")
     if base is None:
         raise ValueError(f"rope_parameters {rope} has no rope_theta; take it from the target's config")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rope_parameters {rope}: partial_rotary_factor is not supported, draft layers turn whole heads")
     if kind == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         return 1.0 / base**exponents, 1.0

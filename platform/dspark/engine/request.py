@@ -18,7 +18,7 @@ class Commit:
 def commit(new_ids: Sequence[int], *, num_generated: int, stop_ids: Collection[int], max_tokens: int) -> Commit:
     """The prefix of `new_ids` that is output, cut at the first stop token (kept, as the last id) or at the limit.
 
-    num_generated: tokens already output before these. A stop token that is also the last token allowed counts as "stop".
+    num_generated: tokens already output before these. A stop token in the last place allowed counts as "stop".
     """
     kept: list[int] = []
     for token_id in new_ids:

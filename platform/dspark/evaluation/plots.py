@@ -38,10 +38,17 @@ def training_plot(history: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def acceptance_plot(evaluations: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Conditional acceptance by position: a panel per mode and domain, a line per drafter; None without figures."""
+    """Conditional acceptance by position: a panel per mode and domain, a line per drafter; None without figures.
+
+    Single benchmarks ("math/gsm8k") have no panel of their own.
+    """
     modes = _ordered(mode for metrics in evaluations.values() for mode in metrics["modes"])
     domains = _ordered(
-        domain for metrics in evaluations.values() for mode in metrics["modes"].values() for domain in mode["domains"]
+        domain
+        for metrics in evaluations.values()
+        for mode in metrics["modes"].values()
+        for domain in mode["domains"]
+        if "/" not in domain
     )
     if not modes or not domains:
         return None

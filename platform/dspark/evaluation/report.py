@@ -105,15 +105,15 @@ def _positions(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
         "predicted_survival": "predicted survival",
     }
     rows = [
-        [drafter, mode, domain, label, *(_decimal(value) for value in figures[kind])]
+        [drafter, mode, label, *(_decimal(value) for value in figures[kind])]
         for drafter, mode, domain, figures in _groups(evaluations)
         if domain == "overall"
         for kind, label in kinds.items()
         if figures.get(kind)
     ]
-    width = max((len(row) for row in rows), default=4)
-    columns = ["drafter", "mode", "domain", "position", *(str(k) for k in range(1, width - 3))]
-    return _table("By position, all domains", columns, [row + [""] * (width - len(row)) for row in rows], num_text=4)
+    width = max((len(row) for row in rows), default=3)
+    columns = ["drafter", "mode", "rate", *(str(k) for k in range(1, width - 2))]
+    return _table("By position, all domains", columns, [row + [""] * (width - len(row)) for row in rows], num_text=3)
 
 
 def _speed(evaluations: Mapping[str, Mapping[str, Any]]) -> str:

@@ -14,11 +14,12 @@ from dspark.config import build_config
 from dspark.data.target_cache import TargetCache
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.errors import TrainingDiverged
+from dspark.numerics import use_fast_float32_products
 from dspark.training.batches import MicroBatch, StepSample, deal, make_micro_batch, step_samples
 from dspark.training.config import TrainConfig
 from dspark.training.losses import LossWeights
-from dspark.training.objective import StepTotals, compute_losses, normalised_loss, step_totals, weight_sums
-from dspark.training.precision import Autocast, use_fast_float32_products
+from dspark.training.objective import StepTotals, micro_batch_loss, step_totals, weight_sums
+from dspark.training.precision import Autocast
 from dspark.training.progress import History
 from dspark.training.zero import load_engine, local_device, save_engine, start_engine, warmup_cosine
 
@@ -121,8 +122,7 @@ class TrainLoop:
         empty = StepTotals.zeros(self.drafter.block_size)
         if micro is None:
             return None, empty
-        losses = compute_losses(self.engine, self.drafter.backbone.head_weight(), micro)
-        loss = normalised_loss(losses, micro, weights, factors)
+        loss, losses = micro_batch_loss(self.engine, self.drafter, micro, weights, factors)
         if not bool(loss.isfinite()):
             log.warning("step %d: non-finite loss, micro-batch skipped", self.step)
             return None, empty
@@ -171,7 +171,7 @@ class TrainLoop:
         samples = [StepSample(index, 0) for index in self.validation_indices]
         for micro in self._micro_batches(samples, self.config.seed + 1):
             if micro is not None:
-                losses = compute_losses(self.model, self.drafter.backbone.head_weight(), micro)
+                _, losses = micro_batch_loss(self.model, self.drafter, micro, torch.ones(2), factors)
                 totals = totals + step_totals(losses, micro, self.drafter.block_size)
         metrics = StepTotals(self._sum_over_ranks(totals.values), totals.block_size).metrics(factors)
         if self.history is not None:

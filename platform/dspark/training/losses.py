@@ -36,7 +36,7 @@ class SlotLosses:
 def slot_losses(
     draft_logits: Tensor, target_logits: Tensor, log_z: Tensor, labels: Tensor, confidence_logits: Tensor | None
 ) -> SlotLosses:
-    """The terms of every slot. draft_logits, target_logits: [N, V']; log_z: [N]; labels: [N] draft ids or OUTSIDE.
+    """The terms of every slot, the plain way: the slow twin of `fused.head_loss`. draft_logits, target_logits: [N, V']; log_z: [N]; labels: [N] draft ids or OUTSIDE.
 
     p_t(v) = exp(target_logit_v - log Z) on V' alone; the target's mass outside V' counts fully against the
     drafter: TV = sum_{V'} |p_d - p_t| + (1 - sum_{V'} p_t). A label OUTSIDE drops its CE term only.
@@ -49,8 +49,16 @@ def slot_losses(
         target = torch.exp(target_logits.to(wide) - log_z.to(wide).unsqueeze(-1))
         outside_mass = (1.0 - target.sum(dim=-1)).clamp_min(0.0)
     tv = (log_draft.exp() - target).abs().sum(dim=-1) + outside_mass
-    acceptance = (1.0 - 0.5 * tv.detach()).clamp(0.0, 1.0)
-    confidence = None
-    if confidence_logits is not None:
-        confidence = F.binary_cross_entropy_with_logits(confidence_logits.to(wide), acceptance, reduction="none")
+    acceptance = acceptance_of(tv)
+    confidence = None if confidence_logits is None else confidence_loss(confidence_logits.to(wide), acceptance)
     return SlotLosses(ce, tv, confidence, acceptance)
+
+
+def acceptance_of(tv: Tensor) -> Tensor:
+    """c* = 1 - TV/2, the probability that a slot is accepted, without gradient. tv: [N]."""
+    return (1.0 - 0.5 * tv.detach()).clamp(0.0, 1.0)
+
+
+def confidence_loss(confidence_logits: Tensor, acceptance: Tensor) -> Tensor:
+    """BCE(c, c*) of every slot: [N]."""
+    return F.binary_cross_entropy_with_logits(confidence_logits, acceptance, reduction="none")

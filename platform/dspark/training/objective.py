@@ -6,11 +6,15 @@ Legend: N supervised slots, G block size, V' draft vocabulary.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.drafters.dflash import DFlashDrafter
+from dspark.drafters.dspark import DSparkDrafter
 from dspark.training.batches import MicroBatch
-from dspark.training.losses import LossWeights, SlotLosses, slot_losses
+from dspark.training.fused import HeadTargets, head_loss
+from dspark.training.losses import LossWeights, SlotLosses, acceptance_of, confidence_loss
+
+TrainableDrafter = DSparkDrafter | DFlashDrafter
 
 SUMS = ("weight", "ce_weight", "ce", "tv", "confidence", "blocks", "slots", "expected", "outside", "tokens")
 
@@ -63,22 +67,30 @@ def weight_sums(micro: MicroBatch | None) -> Tensor:
     return torch.stack([micro.weights.sum(), micro.ce_weights.sum()]).double()
 
 
-def compute_losses(drafter: nn.Module, head_weight: Tensor, micro: MicroBatch) -> SlotLosses:
-    """Per-slot terms of a micro-batch. drafter: the module or its DeepSpeed engine; head_weight: [V', d]."""
-    output = drafter(micro.blocks, micro.slots)
-    with torch.no_grad():
-        target_logits = F.linear(micro.last_hidden.to(head_weight.dtype), head_weight)
-    return slot_losses(output.logits, target_logits, micro.log_z, micro.labels, output.confidence_logits)
+def micro_batch_loss(
+    model: nn.Module, drafter: TrainableDrafter, micro: MicroBatch, totals: Tensor, factors: LossWeights
+) -> tuple[Tensor, SlotLosses]:
+    """This micro-batch's share of sum_terms a * sum(w l) / sum(w), and the terms of every slot.
 
-
-def normalised_loss(losses: SlotLosses, micro: MicroBatch, totals: Tensor, factors: LossWeights) -> Tensor:
-    """This micro-batch's share of sum_terms a * sum(w l) / sum(w). totals: [2], weight sums of the whole step."""
+    model: the drafter's DeepSpeed engine or `Autocast` around it, giving SlotRows. totals: [2], weight sums of the
+    whole step, over ranks and accumulation.
+    """
     weight, ce_weight = totals.clamp_min(1e-12).tolist()
-    loss = factors.ce * (losses.ce * micro.ce_weights).sum() / ce_weight
-    loss = loss + factors.tv * (losses.tv * micro.weights).sum() / weight
-    if losses.confidence is not None:
-        loss = loss + factors.confidence * (losses.confidence * micro.weights).sum() / weight
-    return loss
+    rows = model(micro.blocks, micro.slots)
+    targets = HeadTargets(
+        last_hidden=micro.last_hidden.to(rows.h.dtype),
+        log_z=micro.log_z,
+        labels=micro.labels,
+        ce_scale=micro.ce_weights * (factors.ce / ce_weight),
+        tv_scale=micro.weights * (factors.tv / weight),
+    )
+    loss, ce, tv = head_loss(rows.h, rows.embedded, drafter.backbone.head_weight(), drafter.bias_weight(), targets)
+    acceptance = acceptance_of(tv)
+    confidence = None
+    if rows.confidence_logits is not None:
+        confidence = confidence_loss(rows.confidence_logits, acceptance)
+        loss = loss + factors.confidence * (confidence * micro.weights).sum() / weight
+    return loss, SlotLosses(ce, tv, confidence, acceptance)
 
 
 @torch.no_grad()

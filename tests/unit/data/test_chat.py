@@ -1,7 +1,6 @@
 """Tests of prompts and supervision masks on a real tokenizer with templates of several kinds."""
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dspark.data.chat import (
@@ -13,6 +12,7 @@ from dspark.data.chat import (
     training_sequences,
     truncate,
 )
+from tiny_target import tiny_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
@@ -24,19 +24,10 @@ THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
     "<|im_start|>assistant {% if not enable_thinking %}<think></think>{% endif %}"
 )
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<unk>"]
 
 
 def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers import decoders
-
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>"
-    )
+    tokenizer = tiny_tokenizer(vocab_size=259)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -49,7 +40,9 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def conversation(tokenizer: PreTrainedTokenizerFast, exchanges: list[tuple[str, str]], chat: ChatConfig, *, cut: bool = False) -> list[dict[str, list[int]]]:
+def conversation(
+    tokenizer: PreTrainedTokenizerFast, exchanges: list[tuple[str, str]], chat: ChatConfig, *, cut: bool = False
+) -> list[dict[str, list[int]]]:
     """Turns as generation stores them; `cut` leaves out the stop token of every answer."""
     messages: list[dict[str, str]] = []
     turns = []
@@ -69,7 +62,8 @@ def supervised_text(tokenizer: PreTrainedTokenizerFast, sequence: TokenSequence)
 def test_system_prompt_is_put_first() -> None:
     tokenizer = byte_tokenizer()
     ids = render_prompt(tokenizer, [user("hi")], ChatConfig(system_prompt="be brief"))
-    assert tokenizer.decode(ids) == "<|im_start|>system be brief<|im_end|><|im_start|>user hi<|im_end|><|im_start|>assistant "
+    expected = "<|im_start|>system be brief<|im_end|><|im_start|>user hi<|im_end|><|im_start|>assistant "
+    assert tokenizer.decode(ids) == expected
 
 
 def test_a_system_turn_of_the_conversation_wins() -> None:

@@ -1,5 +1,6 @@
 """The worker with a real target and a real, untrained drafter: conversations, comparison, timing, capture."""
 
+import itertools
 import pickle
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_every_turn_of_a_conversation_is_run_with_the_answers_before_it(drafter)
     (row,) = evaluate(config_for(drafter, modes=[{"name": "greedy"}]), [prompt(1, num_turns=3)])
     lengths = [turn["num_prompt_tokens"] for turn in row["turns"]]
     assert len(lengths) == 3
-    assert all(later > earlier + 10 for earlier, later in zip(lengths, lengths[1:], strict=False))
+    assert all(later > earlier + 10 for earlier, later in itertools.pairwise(lengths))
 
 
 def test_a_prompt_that_fills_the_context_is_a_row_with_an_error(drafter):

@@ -1,0 +1,63 @@
+"""The slow, obvious twin of a drafter's attention: one dense mask over all context and all blocks of a sequence."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.drafters.backbone import Backbone
+from dspark.drafters.base import BlockBatch
+from dspark.drafters.layers import DraftAttention, RotaryEmbedding, rotate
+
+
+def dense_attention(
+    attention: DraftAttention, u: Tensor, context: Tensor, slots: Tensor, seen: Tensor, rotary: RotaryEmbedding
+) -> Tensor:
+    """[A, G, d], a query head at a time. u: [A, G, d]; context: [L, d]; slots: [A, G] positions; seen: [A, G, L]."""
+    num_blocks, block, _ = u.shape
+    length = context.shape[0]
+    cos, sin = rotary(torch.cat([torch.arange(length), slots.flatten()]))
+    states = torch.cat([context, u.flatten(0, 1)])
+    own = torch.block_diag(*[torch.ones(block, block)] * num_blocks).bool()
+    mask = torch.cat([seen.flatten(0, 1), own], dim=1)
+
+    def heads(projection: nn.Linear, x: Tensor) -> Tensor:
+        return projection(x).unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+
+    queries = rotate(attention.q_norm(heads(attention.q_proj, u.flatten(0, 1))), cos[length:], sin[length:])
+    keys = rotate(attention.k_norm(heads(attention.k_proj, states)), cos, sin)
+    values = heads(attention.v_proj, states)
+    shared = attention.num_heads // attention.num_kv_heads
+    mixed = [
+        F.scaled_dot_product_attention(queries[h], keys[h // shared], values[h // shared], attn_mask=mask)
+        for h in range(attention.num_heads)
+    ]
+    return attention.o_proj(torch.cat(mixed, dim=-1)).unflatten(0, (num_blocks, block))
+
+
+def seen_context(slots: Tensor, length: int, window: int | None) -> Tensor:
+    """Which context tokens a slot may see, by the definition: [A, G, L]. slots: [A, G] positions, anchors first."""
+    seen = torch.zeros(*slots.shape, length, dtype=torch.bool)
+    for block, row in enumerate(slots.tolist()):
+        for slot, position in enumerate(row):
+            for t in range(length):
+                seen[block, slot, t] = t < row[0] and (window is None or position - t < window)
+    return seen
+
+
+def dense_block_states(backbone: Backbone, batch: BlockBatch) -> Tensor:
+    """What `Backbone.block_states` must give: [B, A, G, d]. Without anchor fusion."""
+    config = backbone.config
+    rows = []
+    for input_ids, hidden, anchors in zip(batch.input_ids, batch.target_hidden, batch.anchors, strict=True):
+        context = backbone.context_features(hidden)
+        slots = anchors[:, None] + torch.arange(config.block_size)
+        seen = seen_context(slots, len(input_ids), config.sliding_window)
+        h = backbone.mask_embedding.expand(*slots.shape, -1).clone()
+        h[:, 0] = backbone.embed_tokens(input_ids[anchors])
+        for layer in backbone.layers:
+            h = h + dense_attention(
+                layer.self_attn, layer.input_layernorm(h), context, slots, seen, backbone.rotary
+            )
+            h = h + layer.mlp(layer.post_attention_layernorm(h))
+        rows.append(backbone.norm(h))
+    return torch.stack(rows)

@@ -1,0 +1,261 @@
+"""A drafter on disk: what is written is what is read, and what does not fit together is refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_drafter import VARIANTS, random_batch, random_drafter
+from safetensors.torch import load_file, save_file
+
+from dspark.drafters.checkpoint import from_deepspec, load_drafter, rope_parameters, save_drafter, to_deepspec
+from dspark.errors import Mismatch, MissingInput
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspec"
+DEEPSPEC_KEYS = (
+    "architectures",
+    "target_layer_ids",
+    "num_target_layers",
+    "mask_token_id",
+    "block_size",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "layer_types",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "sliding_window",
+    "use_sliding_window",
+    "max_position_embeddings",
+    "vocab_size",
+    "dtype",
+)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(str(folder / "model.safetensors")) | changes
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+@pytest.fixture
+def reduced(tmp_path: Path) -> Path:
+    save_drafter(random_drafter(draft_vocab_size=30), tmp_path / "drafter", dtype=torch.float32)
+    return tmp_path / "drafter"
+
+
+@pytest.mark.parametrize("shape", [*VARIANTS.values(), {"learned_mask_embedding": True}], ids=str)
+def test_a_drafter_comes_back_as_it_was_saved(tmp_path: Path, shape: dict[str, Any]):
+    drafter = random_drafter(**shape)
+    with torch.no_grad():  # as the mask row is stored in the embedding, its token has to have it too
+        drafter.backbone.embed_tokens.weight[drafter.config.mask_token_id] = drafter.backbone.mask_embedding
+    save_drafter(drafter, tmp_path, dtype=torch.float32)
+    loaded = load_drafter(tmp_path)
+    assert loaded.config == drafter.config
+    assert type(loaded) is type(drafter)
+    assert torch.equal(loaded.backbone.d2t, drafter.backbone.d2t)
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS)
+def test_a_loaded_drafter_proposes_what_the_saved_one_does(tmp_path: Path, shape: dict[str, Any]):
+    drafter = random_drafter(**shape)
+    save_drafter(drafter, tmp_path, dtype=torch.float32)
+    batch = random_batch(drafter.config, [[9]])
+    proposals = []
+    for one in (drafter, load_drafter(tmp_path)):
+        state = one.new_state()
+        one.extend_context(state, batch.target_hidden[0, :9])
+        proposals.append(one.propose(state, 3, max_tokens=4, temperature=0.0).token_ids.tolist())
+    assert proposals[0] == proposals[1]
+
+
+@pytest.mark.parametrize("case", ["dspark_vanilla", "dflash"])
+def test_a_checkpoint_of_the_public_code_keeps_its_tensors_and_config(tmp_path: Path, case: str):
+    save_drafter(load_drafter(FIXTURES / case), tmp_path, dtype=torch.float32)
+    theirs, ours = (load_file(str(folder / "model.safetensors")) for folder in (FIXTURES / case, tmp_path))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    their_config = json.loads((FIXTURES / case / "config.json").read_text())
+    our_config = json.loads((tmp_path / "config.json").read_text())
+    shared = their_config.keys() & our_config.keys()
+    assert {name: our_config[name] for name in shared} == {name: their_config[name] for name in shared}
+    assert {name for name in DEEPSPEC_KEYS if name in their_config} <= shared
+
+
+def test_config_json_speaks_the_public_format():
+    content = to_deepspec(random_drafter(draft_vocab_size=30).config, dtype="bfloat16")
+    assert set(DEEPSPEC_KEYS) <= content.keys()
+    assert content["architectures"] == ["Qwen3DSparkModel"]
+    assert content["layer_types"] == ["full_attention", "full_attention"]
+    assert content["tie_word_embeddings"] is False
+    assert content["sample_from_anchor"] is True
+    assert content["is_causal"] is False
+    assert content["draft_vocab_size"] == 30
+    assert json.loads(json.dumps(content)) == content
+    assert "anchor_fusion" not in content
+
+
+def test_a_sliding_window_is_told_per_layer():
+    content = to_deepspec(random_drafter(sliding_window=6).config, dtype="float32")
+    assert content["layer_types"] == ["sliding_attention", "sliding_attention"]
+    assert (content["sliding_window"], content["use_sliding_window"]) == (6, True)
+
+
+def test_a_drafter_with_our_extension_does_not_pass_for_one_that_others_can_read():
+    content = to_deepspec(random_drafter(anchor_fusion=True).config, dtype="float32")
+    assert content["architectures"] == ["DSparkFusionModel"]
+    assert content["anchor_fusion"] is True
+
+
+def test_bf16_on_disk_costs_rounding_only(tmp_path: Path):
+    drafter = random_drafter()
+    save_drafter(drafter, tmp_path, dtype=torch.bfloat16)
+    stored = load_file(str(tmp_path / "model.safetensors"))
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = load_drafter(tmp_path)
+    for name, value in drafter.state_dict().items():
+        if not name.endswith(("mask_embedding", "embed_tokens.weight")):
+            assert torch.equal(loaded.state_dict()[name], value.bfloat16().float()), name
+
+
+def test_a_drafter_loaded_to_draft_is_frozen_and_one_to_train_is_not(tmp_path: Path):
+    save_drafter(random_drafter(), tmp_path, dtype=torch.float32)
+    assert not any(p.requires_grad for p in load_drafter(tmp_path).parameters())
+    trainable = {name for name, p in load_drafter(tmp_path, trainable=True).named_parameters() if p.requires_grad}
+    assert "backbone.fc.weight" in trainable
+    assert not trainable & {"backbone.embed_tokens.weight", "backbone.lm_head.weight"}
+
+
+def test_d2t_holds_offsets(reduced: Path):
+    offsets = load_file(str(reduced / "model.safetensors"))["d2t"]
+    expected = random_drafter(draft_vocab_size=30).backbone.d2t
+    assert offsets.dtype == torch.int64
+    assert (torch.arange(30) + offsets).tolist() == expected.tolist()
+    assert load_drafter(reduced).backbone.d2t.tolist() == expected.tolist()
+
+
+def test_d2t_with_absolute_ids_is_refused(reduced: Path):
+    change_tensors(reduced, d2t=random_drafter(draft_vocab_size=30).backbone.d2t)
+    with pytest.raises(Mismatch, match=r"outside the vocabulary of 61; it must hold offsets \(target id - draft id\)"):
+        load_drafter(reduced)
+
+
+def test_d2t_that_reaches_into_padding_rows_is_refused(tmp_path: Path):
+    save_drafter(random_drafter(draft_vocab_size=30, valid_vocab_size=50), tmp_path, dtype=torch.float32)
+    offsets = load_file(str(tmp_path / "model.safetensors"))["d2t"]
+    offsets[-1] = 50 - 29
+    change_tensors(tmp_path, d2t=offsets)
+    with pytest.raises(Mismatch, match=r"d2t maps to ids \d+\.\.50 outside the vocabulary of 50"):
+        load_drafter(tmp_path)
+
+
+def test_d2t_that_maps_two_draft_ids_to_one_target_id_is_refused(reduced: Path):
+    offsets = load_file(str(reduced / "model.safetensors"))["d2t"]
+    offsets[4] = offsets[3] - 1
+    change_tensors(reduced, d2t=offsets)
+    with pytest.raises(Mismatch, match="d2t maps two draft ids to target id"):
+        load_drafter(reduced)
+
+
+@pytest.mark.parametrize(("offsets", "found"), [(None, "none"), (torch.zeros(29, dtype=torch.long), "29")])
+def test_a_missing_or_short_d2t_is_refused(reduced: Path, offsets: torch.Tensor | None, found: str):
+    change_tensors(reduced, d2t=offsets)
+    with pytest.raises(Mismatch, match=f"d2t has {found} entries but draft_vocab_size is 30"):
+        load_drafter(reduced)
+
+
+def test_a_folder_without_a_drafter_names_the_job_that_makes_one(tmp_path: Path):
+    with pytest.raises(MissingInput, match=r"no drafter at .*jobs/train\.py"):
+        load_drafter(tmp_path)
+
+
+def test_a_missing_tensor_is_named(reduced: Path):
+    change_tensors(reduced, **{"layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(Mismatch, match=r"tensor layers\.1\.mlp\.up_proj\.weight is missing from model\.safetensors"):
+        load_drafter(reduced)
+
+
+def test_an_unknown_tensor_is_named(reduced: Path):
+    change_tensors(reduced, **{"layers.0.self_attn.q_proj.bias": torch.zeros(32)})
+    with pytest.raises(Mismatch, match=r"tensor layers\.0\.self_attn\.q_proj\.bias is unknown in model\.safetensors"):
+        load_drafter(reduced)
+
+
+def test_a_missing_embedding_is_named(reduced: Path):
+    change_tensors(reduced, **{"embed_tokens.weight": None})
+    with pytest.raises(Mismatch, match=r"tensor embed_tokens\.weight is missing from model\.safetensors"):
+        load_drafter(reduced)
+
+
+def test_a_tensor_of_another_shape_is_named(reduced: Path):
+    change_config(reduced, markov_rank=6)
+    with pytest.raises(Mismatch, match=r"tensor .* has shape .* config\.json asks for"):
+        load_drafter(reduced)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\] are not known"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types mix"),
+        ({"markov_head_type": "gated"}, "markov_head_type"),
+        ({"sample_from_anchor": False}, "sample_from_anchor"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "default"}}, "the rotary base is unknown"),
+        ({"target_layer_ids": None}, "target_layer_ids"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_is_not_understood_is_refused(changes: dict[str, Any], message: str):
+    content = to_deepspec(random_drafter().config, dtype="float32") | changes
+    with pytest.raises(ValueError, match=message):
+        from_deepspec({name: value for name, value in content.items() if value is not None})
+
+
+def test_nested_and_flat_rope_settings_give_the_same_drafter(tmp_path: Path):
+    scaling = {"factor": 2.0, "rope_type": "linear", "rope_theta": 5000.0}
+    drafter = random_drafter(rope_parameters=scaling)
+    save_drafter(drafter, tmp_path / "nested", dtype=torch.float32)
+    shutil.copytree(tmp_path / "nested", tmp_path / "flat")
+    content = json.loads((tmp_path / "flat" / "config.json").read_text())
+    del content["rope_parameters"]
+    content |= {"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (tmp_path / "flat" / "config.json").write_text(json.dumps(content))
+    nested, flat = (load_drafter(tmp_path / name) for name in ("nested", "flat"))
+    assert nested.config == flat.config
+    positions = torch.arange(50)
+    assert torch.equal(nested.backbone.rotary(positions)[0], flat.backbone.rotary(positions)[0])
+
+
+def test_plain_rope_settings_have_both_forms():
+    expected = {"rope_theta": 5000.0, "rope_type": "default"}
+    assert rope_parameters({"rope_theta": 5000.0}) == expected
+    assert rope_parameters({"rope_parameters": {"rope_theta": 5000.0}}) == expected
+    assert rope_parameters({"rope_theta": 5000.0, "rope_scaling": None}) == expected
+
+
+def test_a_config_without_a_rotary_base_is_an_error():
+    with pytest.raises(ValueError, match="neither rope_parameters.rope_theta nor rope_theta"):
+        rope_parameters({"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
