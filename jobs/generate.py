@@ -59,6 +59,7 @@ def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -
 def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Prompt], run_token: str) -> int:
     """Answer the prompts on the cluster. Returns tokens generated."""
     import ray  # heavy, and not needed for --dry-run
+
     from dspark.data.regeneration import AnswerWorker, deal, task_json  # loads torch
 
     runner.start_ray()

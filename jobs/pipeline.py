@@ -13,7 +13,7 @@ import train
 from dspark.config import Config, load_config
 from dspark.data.answers import GenerateConfig
 from dspark.data.capture import CacheConfig
-from dspark.errors import Mismatch
+from dspark.errors import Mismatch, MissingInput
 from dspark.evaluation.config import EvaluateConfig
 from dspark.evaluation.report import write_report
 from dspark.provenance import read_json, write_json
@@ -55,11 +55,14 @@ def run(config: PipelineConfig, *, fresh: bool = False, dry_run: bool = False) -
     results: dict[str, dict[str, Any]] = {}
     for name, (_, run_stage) in STAGES.items():
         fresh = fresh or name == config.fresh_from
-        if dry_run and name != "generate" and not Path(configs["generate"].output, "manifest.json").is_file():
-            log.info("stage %s cannot be planned before generate has run", name)
-            continue
         log.info("stage %s", name)
-        results[name] = run_stage(configs[name], fresh=fresh, dry_run=dry_run)
+        try:
+            results[name] = run_stage(configs[name], fresh=fresh, dry_run=dry_run)
+        except MissingInput as missing:
+            if not dry_run:
+                raise
+            log.info("stage %s cannot be planned yet: %s", name, missing)
+            continue
         log.info("stage %s %s", name, "was complete" if results[name].get("skipped") else "done")
     if dry_run:
         return {"stage": "pipeline", "dry_run": True, "stages": results}
@@ -125,7 +128,8 @@ def format_summary(summary: dict[str, Any]) -> str:
     ]
     domains = list(next(iter(summary["accepted_length"].values())))
     for domain in domains:
-        values = "".join(f"{lengths[domain]:>10.2f}" for lengths in summary["accepted_length"].values())
+        lengths = (by_domain[domain] for by_domain in summary["accepted_length"].values())
+        values = "".join(f"{'-' if length is None else f'{length:.2f}':>10}" for length in lengths)
         lines.append(f"  {domain:<18}{values}")
     lines += ["", f"{'stage':<20}{'seconds':>10}{'tokens/s':>10}"]
     for name, stage in summary["stages"].items():

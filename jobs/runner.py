@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +56,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def start_ray() -> None:
-    """Join the running cluster if there is one, else start a local one; again is a no-op."""
+    """Join the cluster that `ray start` or a job submission set up, else start a local one; again is a no-op."""
     import ray  # heavy, and not needed for --help or --dry-run
 
     if ray.is_initialized():
@@ -73,6 +74,8 @@ def start_ray() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         ray.init(
             address="local",
+            # A folder of our own: in Ray's default one another job would find this cluster, join it, and die with it.
+            _temp_dir=str(Path(tempfile.gettempdir()) / f"dspark-{os.getuid()}"),
             num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1),
             include_dashboard=True,
             dashboard_host="127.0.0.1",

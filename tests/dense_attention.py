@@ -55,9 +55,7 @@ def dense_block_states(backbone: Backbone, batch: BlockBatch) -> Tensor:
         h = backbone.mask_embedding.expand(*slots.shape, -1).clone()
         h[:, 0] = backbone.embed_tokens(input_ids[anchors])
         for layer in backbone.layers:
-            h = h + dense_attention(
-                layer.self_attn, layer.input_layernorm(h), context, slots, seen, backbone.rotary
-            )
+            h = h + dense_attention(layer.self_attn, layer.input_layernorm(h), context, slots, seen, backbone.rotary)
             h = h + layer.mlp(layer.post_attention_layernorm(h))
         rows.append(backbone.norm(h))
     return torch.stack(rows)

@@ -71,9 +71,7 @@ def random_drafter(*, seed: int = 0, **changes: Any) -> DSparkDrafter | DFlashDr
     return drafter.eval()
 
 
-def random_batch(
-    config: DrafterConfig, anchors: list[list[int]], *, num_tokens: int = 24, seed: int = 1
-) -> BlockBatch:
+def random_batch(config: DrafterConfig, anchors: list[list[int]], *, num_tokens: int = 24, seed: int = 1) -> BlockBatch:
     """Random tokens and features with the given anchors; a shorter row of anchors is padded."""
     generator = torch.Generator().manual_seed(seed)
     most = max(len(row) for row in anchors)

@@ -31,7 +31,7 @@ class DFlashDrafter(nn.Module):
 
     def bias_weight(self) -> None:
         """No Markov head."""
-        return None
+        return
 
     def new_state(self) -> BackboneState:
         """Empty memory for one request."""

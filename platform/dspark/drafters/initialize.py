@@ -55,7 +55,9 @@ def drafter_config(
     """
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"):
         if getattr(target, name, None) is None:
-            raise ValueError(f"target of type {target.model_type!r} has no {name}; drafters need a target of Llama's kind")
+            raise ValueError(
+                f"target of type {target.model_type!r} has no {name}; drafters need a target of Llama's kind"
+            )
     is_dspark = shape.architecture == "dspark"
     heads = target.num_attention_heads
     return DrafterConfig(

@@ -62,7 +62,9 @@ def _inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     if base is None:
         raise ValueError(f"rope_parameters {rope} has no rope_theta; take it from the target's config")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_parameters {rope}: partial_rotary_factor is not supported, draft layers turn whole heads")
+        raise ValueError(
+            f"rope_parameters {rope}: partial_rotary_factor is not supported, draft layers turn whole heads"
+        )
     if kind == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         return 1.0 / base**exponents, 1.0
@@ -71,7 +73,7 @@ def _inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     shape: dict[str, Any] = config.model_dump(
         include={"hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"}
     )
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](PretrainedConfig(rope_parameters=rope, **shape), torch.device("cpu"))
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](PretrainedConfig(**shape | {"rope_parameters": rope}), torch.device("cpu"))
     return inv_freq, float(scaling)
 
 

@@ -41,7 +41,7 @@ def head_loss(
     h: [N, d]; embedded: [N, r] or None; head_weight: [V', d], frozen; bias_weight: [V', r] or None.
     Only `loss` carries gradients, to h, embedded and bias_weight.
     """
-    return _HeadLoss.apply(h, embedded, bias_weight, head_weight, targets)  # type: ignore[no-any-return]
+    return _HeadLoss.apply(h, embedded, bias_weight, head_weight, targets)
 
 
 class _HeadLoss(torch.autograd.Function):

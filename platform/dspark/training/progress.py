@@ -24,7 +24,8 @@ class History:
     def __init__(self, run: dict[str, Any], *, start_step: int) -> None:
         self.path = Path(run["output"]) / HISTORY
         self._tracking = attach(run["tracking_uri"], run["run_id"])
-        kept = [row for row in read_history(run["output"]) if row["step"] <= start_step]
+        # A run that starts at step 0 validates there first, and so writes that line anew.
+        kept = [row for row in read_history(run["output"]) if row["step"] <= start_step and start_step > 0]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.totals = {name: sum(row.get(name, 0.0) for row in kept) for name in COUNTED}
         self.seconds = kept[-1].get("elapsed_s", 0.0) if kept else 0.0

@@ -54,11 +54,10 @@ def prepare(config: TrainConfig, cache: TargetCache, *, fresh: bool) -> Path:
             f"training run {output}", request, read_json(output / REQUEST), remedy="use --fresh or another output"
         )
     else:
+        # The request is written last: one that fails, by a wrong mask token for instance, claims no folder.
+        _write_initial(config, cache, output / INITIAL)
         write_json(output / REQUEST, request)
-    initial = output / INITIAL
-    if not (initial / "config.json").is_file():  # written last, so its presence means the whole folder is there
-        _write_initial(config, cache, initial)
-    return initial
+    return output / INITIAL
 
 
 def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def start_engine(
     engine, _, _, _ = deepspeed.initialize(
         model=drafter,
         optimizer=optimizer,
-        model_parameters=trainable,  # type: ignore[arg-type]
+        model_parameters=trainable,
         lr_scheduler=scheduler,
         dist_init_required=False,
         config={

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_target import make_tiny_target
 
 from dspark.data.capture import (
     CacheConfig,
@@ -23,6 +22,7 @@ from dspark.data.capture import (
 from dspark.data.hidden_states import HiddenStateCapture
 from dspark.data.target_cache import TargetCache, TargetCacheWriter, bytes_of
 from dspark.targets import TargetConfig, load_target
+from tiny_target import make_tiny_target
 
 LAYER_IDS = (0, 2)
 
@@ -94,7 +94,9 @@ def test_a_byte_budget_keeps_whole_answers_and_counts_the_rest():
     assert 0 < found.rows_kept < 20
     assert found.projected_bytes <= everything.projected_bytes // 2
     assert found.rejected == {"over max_cache_bytes": 20 - found.rows_kept}
-    lengths = {name: len(row["turns"][0]["output_ids"]) + 10 for name, row in zip(map(str, range(20)), rows, strict=True)}
+    lengths = {
+        name: len(row["turns"][0]["output_ids"]) + 10 for name, row in zip(map(str, range(20)), rows, strict=True)
+    }
     assert all(len(one.input_ids) == lengths[one.id] for shard in found.shards for one in shard)
 
 
@@ -193,9 +195,7 @@ def test_a_worker_writes_the_planned_shard_and_counts_it(tiny_target: Path, tmp_
 
 
 @pytest.mark.parametrize("broken", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_samples_with_states_that_are_not_finite_are_left_out_and_counted(
-    tmp_path: Path, broken: str
-):
+def test_samples_with_states_that_are_not_finite_are_left_out_and_counted(tmp_path: Path, broken: str):
     folder = make_tiny_target(tmp_path / "target")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     with torch.no_grad():

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from dense_attention import dense_block_states
-from random_drafter import random_batch, random_drafter
 
+from dense_attention import dense_block_states
 from dspark.drafters.backbone import Backbone, BackboneState
 from dspark.drafters.base import BlockBatch
+from random_drafter import random_batch, random_drafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},

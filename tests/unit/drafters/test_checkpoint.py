@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from random_drafter import VARIANTS, random_batch, random_drafter
 from safetensors.torch import load_file, save_file
 
 from dspark.drafters.checkpoint import from_deepspec, load_drafter, rope_parameters, save_drafter, to_deepspec
 from dspark.errors import Mismatch, MissingInput
+from random_drafter import VARIANTS, random_batch, random_drafter
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspec"
 DEEPSPEC_KEYS = (

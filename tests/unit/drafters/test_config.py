@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from random_drafter import small_config
 
 from dspark.drafters.config import DrafterConfig
+from random_drafter import small_config
 
 
 @pytest.mark.parametrize(

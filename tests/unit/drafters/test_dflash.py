@@ -1,6 +1,7 @@
 """DFlash: slots are drafted independently; what it shares with DSpark is tested there."""
 
 import torch
+
 from random_drafter import VARIANTS, random_batch, random_drafter
 
 DFLASH = VARIANTS["dflash"]

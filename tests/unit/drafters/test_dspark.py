@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from random_drafter import VARIANTS, random_batch, random_drafter
 
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter, previous_ids
 from dspark.speculation.proposal import Proposal
+from random_drafter import VARIANTS, random_batch, random_drafter
 
 every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS)
 ANCHOR = 9

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_target import make_tiny_target, tiny_tokenizer
 
 from dspark.data.hidden_states import HiddenStateCapture
 from dspark.drafters.base import BlockBatch
@@ -14,6 +13,7 @@ from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter, resolve_mask_token
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
+from tiny_target import make_tiny_target, tiny_tokenizer
 
 LAYER_IDS = (0, 2)
 MASK_TOKEN = "system"
@@ -52,7 +52,6 @@ def drafter_for(
         warm_start=bool(options.get("warm_start", False)),
         seed=0,
     )
-
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "padded"])
@@ -188,7 +187,9 @@ def test_a_warm_started_drafter_is_finite_on_real_states(plain: tuple[Any, Any],
 
 def test_a_warm_start_from_layers_with_bias_says_how_to_do_without():
     target = small_model("qwen2")
-    with pytest.raises(ValueError, match=r"from Qwen2DecoderLayer: its self_attn\..*bias is .*drafter.warm_start false"):
+    with pytest.raises(
+        ValueError, match=r"from Qwen2DecoderLayer: its self_attn\..*bias is .*drafter.warm_start false"
+    ):
         drafter_for(target, tiny_tokenizer(), warm_start=True)
     drafter_for(target, tiny_tokenizer(), warm_start=False)
 

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from dspark.drafters.layers import DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding, rotate
 from dense_attention import dense_attention, seen_context
+from dspark.drafters.layers import DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding, rotate
 from random_drafter import small_config
 
 LLAMA3 = {

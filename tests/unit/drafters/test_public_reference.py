@@ -131,7 +131,9 @@ def test_the_gradient_of_every_parameter(case: Case):
     expected = {name.removeprefix("grad."): value for name, value in case.arrays.items() if name.startswith("grad.")}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, **LOGIT_TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], gradient, **LOGIT_TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def greedy(case: Case, number: int) -> tuple[int, Any]:

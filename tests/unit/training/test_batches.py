@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from random_drafter import random_drafter, random_sample, target_to_draft
 
 from dspark.data.target_cache import CachedSample
 from dspark.drafters.anchors import sample_anchors
 from dspark.training.batches import MicroBatch, deal, make_micro_batch, step_samples
+from random_drafter import random_drafter, random_sample, target_to_draft
 
 DRAFTER = random_drafter()
 SAMPLES = [random_sample(DRAFTER.config, f"s{k}", 14 + 3 * k) for k in range(5)]
@@ -121,7 +121,11 @@ def test_an_answer_of_one_token_more_than_needed_gives_one_anchor():
     sample = random_sample(DRAFTER.config, "a", 8, prompt=6)
     micro = micro_of([sample])
     assert micro is not None
-    assert micro.blocks.anchors.tolist() == [[6]] == [sample_anchors(sample.loss_mask, 6, seed=7, epoch=0, sample_id="a").tolist()]
+    assert (
+        micro.blocks.anchors.tolist()
+        == [[6]]
+        == [sample_anchors(sample.loss_mask, 6, seed=7, epoch=0, sample_id="a").tolist()]
+    )
     assert micro.slots[0, 0].tolist() == [True, False, False, False]
 
 

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from random_drafter import VARIANTS, random_drafter, random_sample, target_to_draft
 
 from dspark.data.target_cache import CachedSample
 from dspark.drafters.dflash import DFlashDrafter
@@ -15,6 +14,7 @@ from dspark.training.batches import MicroBatch, make_micro_batch
 from dspark.training.losses import LossWeights, SlotLosses
 from dspark.training.objective import StepTotals, micro_batch_loss, step_totals, weight_sums
 from dspark.training.precision import Autocast
+from random_drafter import VARIANTS, random_drafter, random_sample, target_to_draft
 
 FACTORS = LossWeights(ce=0.1, tv=0.9, confidence=1.0)
 Drafter = DSparkDrafter | DFlashDrafter

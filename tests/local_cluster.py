@@ -1,0 +1,32 @@
+"""A Ray cluster that belongs to this test process alone, and jobs run on it as commands."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ray
+
+import runner
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def start_local_cluster() -> str:
+    """Address of the cluster this process is connected to; started here if there is none yet."""
+    if not ray.is_initialized():
+        ray.init(
+            address="local",
+            num_cpus=runner.LOGICAL_CPUS,
+            include_dashboard=False,
+            runtime_env={"env_vars": runner.worker_environment()},
+        )
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def start_job(name: str, *arguments: str, log: Path) -> "subprocess.Popen[bytes]":
+    """`python jobs/<name>.py …` in a process of its own on this process's cluster; its output goes to `log`."""
+    environment = os.environ | {"RAY_ADDRESS": start_local_cluster()}
+    with log.open("wb") as stream:
+        command = [sys.executable, str(ROOT / "jobs" / f"{name}.py"), *arguments]
+        return subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, env=environment)

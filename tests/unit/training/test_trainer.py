@@ -1,0 +1,121 @@
+"""The driver's side of a run: its claim on the folder, the initial drafter, and what is published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dspark.config import build_config
+from dspark.data.target_cache import TargetCache
+from dspark.drafters.checkpoint import load_drafter, save_drafter
+from dspark.errors import DsparkError, Mismatch
+from dspark.training.config import TrainConfig
+from dspark.training.trainer import most_frequent_tokens, prepare, publish
+from random_drafter import random_drafter
+from tiny_cache import LAYER_IDS, make_tiny_cache
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> TargetCache:
+    return make_tiny_cache(tmp_path_factory.mktemp("cache"), tiny_target, train=4, heldout=1)
+
+
+def config_for(cache: TargetCache, output: Path, **changes: Any) -> TrainConfig:
+    drafter = {"num_layers": 1, "block_size": 3, "mask_token": "system", "markov_rank": 4, "draft_vocab_size": 40}
+    content = {"cache": str(cache.folder), "output": str(output), "drafter": drafter, "steps": 4}
+    return build_config(TrainConfig, content | changes)
+
+
+def test_the_initial_drafter_has_the_shape_that_was_asked_for(cache: TargetCache, tmp_path: Path):
+    drafter = load_drafter(prepare(config_for(cache, tmp_path), cache, fresh=False))
+    assert drafter.config.target_layer_ids == LAYER_IDS
+    assert (drafter.config.num_hidden_layers, drafter.block_size) == (1, 3)
+    frequent = most_frequent_tokens(cache, cache.indices("train"), 40, 320)
+    assert torch.equal(drafter.backbone.d2t, frequent)
+
+
+def test_an_initial_drafter_that_is_there_is_used(cache: TargetCache, tmp_path: Path):
+    initial = prepare(config_for(cache, tmp_path), cache, fresh=False)
+    before = (initial / "model.safetensors").stat().st_mtime_ns
+    assert prepare(config_for(cache, tmp_path, log_every=3), cache, fresh=False) == initial
+    assert (initial / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "changes", [{"learning_rate": 0.5}, {"seed": 9}, {"steps": 5}, {"num_workers": 2}], ids=lambda c: next(iter(c))
+)
+def test_another_request_on_the_same_folder_is_refused_by_field_name(
+    cache: TargetCache, tmp_path: Path, changes: dict[str, Any]
+):
+    prepare(config_for(cache, tmp_path), cache, fresh=False)
+    with pytest.raises(Mismatch, match=f"{next(iter(changes))} is .* is asked for; use --fresh or another output"):
+        prepare(config_for(cache, tmp_path, **changes), cache, fresh=False)
+
+
+def test_fresh_forgets_the_run_that_was_there(cache: TargetCache, tmp_path: Path):
+    prepare(config_for(cache, tmp_path), cache, fresh=False)
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("result.json", "history.jsonl", "mlflow_run.json"):
+        (tmp_path / name).write_text("{}")
+    prepare(config_for(cache, tmp_path, learning_rate=0.5), cache, fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["initial", "request.json"]
+
+
+def test_a_request_that_fails_can_be_corrected_without_starting_over(cache: TargetCache, tmp_path: Path):
+    wrong = {"num_layers": 1, "block_size": 3, "mask_token": "<nothing>"}
+    with pytest.raises(ValueError, match="is not a token of the target's tokenizer"):
+        prepare(config_for(cache, tmp_path, drafter=wrong), cache, fresh=False)
+    assert load_drafter(prepare(config_for(cache, tmp_path), cache, fresh=False)).block_size == 3
+
+
+def test_training_can_go_on_from_a_drafter_and_keeps_its_vocabulary(cache: TargetCache, tmp_path: Path):
+    given = random_drafter(draft_vocab_size=30)
+    save_drafter(given, tmp_path / "given", dtype=torch.float32)
+    config = config_for(cache, tmp_path / "run", initialize_from=str(tmp_path / "given"))
+    initial = load_drafter(prepare(config, cache, fresh=False))
+    assert torch.equal(initial.backbone.d2t, given.backbone.d2t)
+    assert torch.equal(initial.backbone.fc.weight, given.backbone.fc.weight)
+
+
+def test_the_most_frequent_answer_tokens_come_first_and_prompts_do_not_count(cache: TargetCache):
+    counts = torch.zeros(320, dtype=torch.long)
+    for index in cache.indices("train"):
+        sample = cache.load(index)
+        counts += torch.bincount(sample.input_ids[sample.loss_mask.bool()], minlength=320)
+    kept = most_frequent_tokens(cache, cache.indices("train"), 10, 320)
+    assert kept.tolist() == sorted(set(kept.tolist()))
+    assert len(kept) == 10
+    left_out = torch.ones(320, dtype=torch.bool)
+    left_out[kept] = False
+    assert counts[kept].min() >= counts[left_out].max()
+
+
+def test_a_whole_vocabulary_has_every_token(cache: TargetCache):
+    assert most_frequent_tokens(cache, cache.indices("train"), 320, 320).tolist() == list(range(320))
+
+
+def test_a_cache_without_training_samples_is_an_error(tiny_target: Path, tmp_path: Path):
+    cache = make_tiny_cache(tmp_path / "cache", tiny_target, train=0, heldout=2)
+    with pytest.raises(DsparkError, match="has no samples of split 'train'; check the prompts' splits"):
+        prepare(config_for(cache, tmp_path / "run"), cache, fresh=False)
+
+
+def test_a_published_drafter_says_where_it_comes_from(cache: TargetCache, tmp_path: Path):
+    config = config_for(cache, tmp_path)
+    initial = prepare(config, cache, fresh=False)
+    result = publish(config, initial, {"steps": 4})
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert result["steps"] == 4
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    assert provenance["target"] == cache.request["target"]
+    assert provenance["chat"] == cache.request["chat"]
+    assert provenance["training"]["learning_rate"] == config.learning_rate
+    drafter = load_drafter(tmp_path)
+    sizes = {name: value.numel() for name, value in load_file(str(tmp_path / "model.safetensors")).items()}
+    frozen = sizes["embed_tokens.weight"] + sizes["lm_head.weight"]
+    mask_row = drafter.config.hidden_size  # stored inside the embedding
+    assert result["frozen_parameters"] == frozen + mask_row
+    assert result["parameters"] == sum(sizes.values()) - frozen - sizes["d2t"]
