@@ -14,8 +14,8 @@ from dspark.data.answers import read_answers
 from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cache, resolve_layer_ids
 from dspark.data.target_cache import MANIFEST, TargetCacheWriter
 from dspark.errors import DsparkError
-from dspark.provenance import read_json
-from dspark.targets import TargetConfig, load_target_config
+from dspark.provenance import read_json, require_same
+from dspark.targets import TargetConfig, load_target_config, target_identity
 
 log = logging.getLogger("dspark.cache")
 
@@ -24,6 +24,12 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     """Write what is missing of the cache; returns its counts."""
     answers = read_answers(config.answers)
     target = build_config(TargetConfig, answers.target | {"dtype": config.dtype}, source=f"answers {config.answers}")
+    require_same(
+        f"target {target.name} of the answers {config.answers}",
+        target_identity(target),
+        answers.target_identity,
+        remedy="make the answers again with jobs/generate.py",
+    )
     shape = load_target_config(target)
     layer_ids = resolve_layer_ids(config, shape.num_hidden_layers)
     request = {
@@ -55,6 +61,10 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     seconds = time.monotonic() - started
     counts = _counts(plan, config)
     written = writer.num_samples(len(plan.shards))
+    if not written:
+        raise DsparkError(
+            f"the target's states are not finite in any of {counts['samples']} samples; set dtype=float32"
+        )
     result = counts | {
         "samples": written,
         "non_finite": counts["samples"] - written,  # from what is on disk: earlier runs left some out too

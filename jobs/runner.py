@@ -49,6 +49,8 @@ def worker_environment() -> dict[str, str]:
         "GOMP_SPINCOUNT": "0",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "RAY_DATA_DISABLE_PROGRESS_BARS": "0" if sys.stderr.isatty() else "1",  # in a log file our own lines tell
         "DS_ACCELERATOR": "cuda" if _has_gpu() else "cpu",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",

@@ -26,7 +26,10 @@ def start_local_cluster() -> str:
 
 def start_job(name: str, *arguments: str, log: Path) -> "subprocess.Popen[bytes]":
     """`python jobs/<name>.py …` in a process of its own on this process's cluster; its output goes to `log`."""
-    environment = os.environ | {"RAY_ADDRESS": start_local_cluster()}
+    environment = os.environ | {
+        "RAY_ADDRESS": start_local_cluster(),
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # it takes note of a checkpoint as seldom as this
+    }
     with log.open("wb") as stream:
         command = [sys.executable, str(ROOT / "jobs" / f"{name}.py"), *arguments]
         return subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, env=environment)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -146,11 +146,8 @@ class _SlotLayer(CacheLayerMixin):
 
 def supports_slots(config: PreTrainedConfig) -> bool:
     """Whether every layer is plain full attention, so that a row is its keys and values and nothing else."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return set(layer_types) == {"full_attention"}
-    has_window = getattr(config, "sliding_window", None) is not None
-    return not has_window and hasattr(config, "num_key_value_heads")
+    layers = DynamicCache(config=config).layers
+    return hasattr(config, "num_key_value_heads") and bool(layers) and all(type(it) is DynamicLayer for it in layers)
 
 
 def single_query_attention(

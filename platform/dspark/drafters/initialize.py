@@ -177,7 +177,7 @@ def _require_same_form(layer: DraftLayer, source: Any) -> None:
     drafted = {name: value.shape for name, value in layer.named_parameters()}
     given = {name: value.shape for name, value in source.named_parameters()}
     without_head_norms = {n: s for n, s in drafted.items() if not n.endswith(("q_norm.weight", "k_norm.weight"))}
-    if given == drafted or given == without_head_norms:
+    if given in (drafted, without_head_norms):
         return
     names = sorted(n for n in drafted.keys() | given.keys() if given.get(n) != without_head_norms.get(n))
     found = list(given[names[0]]) if names[0] in given else "absent"

@@ -73,7 +73,9 @@ def _inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     shape: dict[str, Any] = config.model_dump(
         include={"hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"}
     )
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](PretrainedConfig(**shape | {"rope_parameters": rope}), torch.device("cpu"))
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](
+        PretrainedConfig(**shape | {"rope_parameters": rope}), torch.device("cpu")
+    )
     return inv_freq, float(scaling)
 
 

@@ -63,7 +63,8 @@ class TrainLoop:
     def run(self) -> dict[str, Any]:
         """Train to the last step; rank 0 writes the drafter. Returns the closing figures."""
         config = self.config
-        validation = self._validate() if self.step == 0 else {}
+        if self.step == 0:
+            self._validate()
         while self.step < config.steps:
             factors = config.loss_weights(self.step)
             totals = self._train_step(factors)
@@ -74,12 +75,12 @@ class TrainLoop:
             }
             self._watch(totals)
             if self.step % config.validate_every == 0 or self.step == config.steps:
-                validation = self._validate()
+                self._validate()
             if self.history is not None:
                 self.history.add_step(self.step, config.steps, metrics, log_line=self.step % config.log_every == 0)
             if self.step % config.checkpoint_every == 0 or self.step == config.steps:
                 self._checkpoint()
-        return {"steps": self.step, "skipped_micro_batches": self.skipped, "validation": validation} | self._figures()
+        return {"steps": self.step, "skipped_micro_batches": self.skipped} | self._figures()
 
     def _figures(self) -> dict[str, Any]:
         """What rank 0 counted over the whole run, restarts included."""
@@ -87,6 +88,7 @@ class TrainLoop:
             return {}
         totals, seconds = self.history.totals, max(self.history.seconds, 1e-9)
         return {
+            "validation": self.history.validation,
             "seconds": round(seconds, 1),
             "steps_per_s": round(self.step / seconds, 3),
             "tokens_per_s": round(totals["tokens"] / seconds, 1),

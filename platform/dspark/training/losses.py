@@ -36,8 +36,9 @@ class SlotLosses:
 def slot_losses(
     draft_logits: Tensor, target_logits: Tensor, log_z: Tensor, labels: Tensor, confidence_logits: Tensor | None
 ) -> SlotLosses:
-    """The terms of every slot, the plain way: the slow twin of `fused.head_loss`. draft_logits, target_logits: [N, V']; log_z: [N]; labels: [N] draft ids or OUTSIDE.
+    """The terms of every slot, the plain way: the slow twin of `fused.head_loss`.
 
+    draft_logits, target_logits: [N, V']; log_z: [N]; labels: [N] draft ids or OUTSIDE.
     p_t(v) = exp(target_logit_v - log Z) on V' alone; the target's mass outside V' counts fully against the
     drafter: TV = sum_{V'} |p_d - p_t| + (1 - sum_{V'} p_t). A label OUTSIDE drops its CE term only.
     Computed in float32, or float64 for float64 logits. Source: ALGORITHMS §2 "reduced draft vocabulary", §3.

@@ -15,7 +15,7 @@ COUNTED = ("blocks", "supervised_slots", "tokens")
 
 
 class History:
-    """Rank 0's record; `totals` and `seconds` run on over restarts.
+    """Rank 0's record; `totals`, `seconds` and `validation`, the latest held-out figures, run on over restarts.
 
     Lines past the step that a run resumes at are dropped: those steps are trained again.
     run: {"output": folder, "tracking_uri": …, "run_id": …}.
@@ -28,6 +28,7 @@ class History:
         kept = [row for row in read_history(run["output"]) if row["step"] <= start_step and start_step > 0]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.totals = {name: sum(row.get(name, 0.0) for row in kept) for name in COUNTED}
+        self.validation = next((row["heldout"] for row in reversed(kept) if "heldout" in row), {})
         self.seconds = kept[-1].get("elapsed_s", 0.0) if kept else 0.0
         self._earlier_s = self.seconds
         self._start_step, self._started = start_step, time.monotonic()
@@ -56,6 +57,7 @@ class History:
 
     def add_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record figures on held-out samples."""
+        self.validation = metrics
         self._append({"step": step, "elapsed_s": round(self.seconds, 2), "heldout": metrics})
         self._tracking.log_metrics({f"heldout/{name}": value for name, value in metrics.items()}, step)
         log.info("step %d  held-out expected accepted length %.3f", step, metrics["expected_accepted_length"])

@@ -18,7 +18,7 @@ from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.initialize import drafter_config, new_drafter
 from dspark.errors import DsparkError
 from dspark.provenance import git_revision, read_json, require_same, write_json
-from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
+from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
 from dspark.training.config import TrainConfig
 from dspark.training.loop import FINAL, train_worker
 
@@ -131,6 +131,12 @@ def _write_initial(config: TrainConfig, cache: TargetCache, folder: Path) -> Non
         save_drafter(load_drafter(config.initialize_from), folder, dtype=torch.float32)
         return
     target_config = build_config(TargetConfig, cache.manifest["target_config"])
+    require_same(
+        f"target {target_config.name} of the cache {config.cache}",
+        target_identity(target_config),
+        cache.request["target"],
+        remedy="make the cache again with jobs/cache.py --fresh",
+    )
     target, tokenizer = load_target(target_config), load_tokenizer(target_config)
     shape = drafter_config(
         config.drafter,

@@ -138,7 +138,7 @@ def test_a_kill_between_shard_and_sidecar_leaves_the_shard_to_be_written_again(f
     (folder / "shard-00001.json").unlink()
     writer = TargetCacheWriter(folder)
     assert not writer.is_complete(1)
-    with pytest.raises(Mismatch, match="shard 1 of 2 is missing; run jobs/cache.py again"):
+    with pytest.raises(Mismatch, match=r"shard 1 of 2 is missing; run jobs/cache\.py again"):
         writer.finish(REQUEST, 2, {})
     write_shard(writer, 1)
     assert writer.is_complete(1)

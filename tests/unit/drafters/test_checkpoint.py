@@ -257,5 +257,5 @@ def test_plain_rope_settings_have_both_forms():
 
 
 def test_a_config_without_a_rotary_base_is_an_error():
-    with pytest.raises(ValueError, match="neither rope_parameters.rope_theta nor rope_theta"):
+    with pytest.raises(ValueError, match=r"neither rope_parameters\.rope_theta nor rope_theta"):
         rope_parameters({"rope_scaling": {"rope_type": "linear", "factor": 2.0}})

@@ -159,8 +159,8 @@ def test_a_warm_start_sets_the_head_norms_to_the_scale_of_the_targets_queries_an
     attention = drafter_for(*plain, warm_start=True).backbone.layers[0].self_attn
     for norm in (attention.q_norm, attention.k_norm):
         assert len(set(norm.weight.tolist())) == 1
-        assert 0.1 < float(norm.weight[0]) < 100
-        assert float(norm.weight[0]) != 1.0
+        assert 0.1 < norm.weight[0].item() < 100
+        assert norm.weight[0].item() != 1.0
 
 
 def test_a_warm_start_takes_the_head_norms_of_a_target_that_has_them():

@@ -29,7 +29,7 @@ def test_one_phase_with_the_published_factors_is_the_default():
 @pytest.mark.parametrize("ends", [[0.5], [0.7, 0.5, 1.0], []])
 def test_phases_that_do_not_ascend_to_the_end_are_an_error(ends: list[float]):
     phases = [{"until": end, "ce": 1.0, "tv": 1.0, "confidence": 1.0} for end in ends]
-    with pytest.raises(ValueError, match="loss_phases must ascend in `until` and end at 1.0"):
+    with pytest.raises(ValueError, match=r"loss_phases must ascend in `until` and end at 1\.0"):
         build_config(TrainConfig, BASE | {"loss_phases": phases})
 
 

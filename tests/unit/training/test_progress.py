@@ -70,6 +70,13 @@ def test_totals_and_seconds_run_on_over_a_restart(tmp_path: Path):
     assert 200.0 <= again.seconds < 210.0
 
 
+def test_the_latest_held_out_figures_are_known_after_a_restart_at_the_end(tmp_path: Path):
+    first = history_of(tmp_path)
+    add_steps(first, 1, 2)
+    first.add_validation(2, {"expected_accepted_length": 1.7})
+    assert history_of(tmp_path, start_step=2).validation == {"expected_accepted_length": 1.7}
+
+
 def test_a_half_written_last_line_is_left_out(tmp_path: Path):
     add_steps(history_of(tmp_path), 1, 2)
     with open(tmp_path / "history.jsonl", "a", encoding="utf-8") as stream:

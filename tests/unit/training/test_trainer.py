@@ -16,6 +16,7 @@ from dspark.training.config import TrainConfig
 from dspark.training.trainer import most_frequent_tokens, prepare, publish
 from random_drafter import random_drafter
 from tiny_cache import LAYER_IDS, make_tiny_cache
+from tiny_target import make_tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,14 @@ def test_a_whole_vocabulary_has_every_token(cache: TargetCache):
 def test_a_cache_without_training_samples_is_an_error(tiny_target: Path, tmp_path: Path):
     cache = make_tiny_cache(tmp_path / "cache", tiny_target, train=0, heldout=2)
     with pytest.raises(DsparkError, match="has no samples of split 'train'; check the prompts' splits"):
+        prepare(config_for(cache, tmp_path / "run"), cache, fresh=False)
+
+
+def test_a_target_that_is_not_the_one_in_the_cache_is_refused_by_field_name(tmp_path: Path):
+    folder = make_tiny_target(tmp_path / "target")
+    cache = make_tiny_cache(tmp_path / "cache", folder, train=2, heldout=0)
+    make_tiny_target(folder, seed=1)
+    with pytest.raises(Mismatch, match=r"weights_fingerprint is .* make the cache again with jobs/cache\.py --fresh"):
         prepare(config_for(cache, tmp_path / "run"), cache, fresh=False)
 
 
