@@ -28,7 +28,7 @@ class History:
         kept = [row for row in read_history(run["output"]) if row["step"] <= start_step and start_step > 0]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.totals = {name: sum(row.get(name, 0.0) for row in kept) for name in COUNTED}
-        self.validation = next((row["heldout"] for row in reversed(kept) if "heldout" in row), {})
+        self.validation: dict[str, float] = next((row["heldout"] for row in reversed(kept) if "heldout" in row), {})
         self.seconds = kept[-1].get("elapsed_s", 0.0) if kept else 0.0
         self._earlier_s = self.seconds
         self._start_step, self._started = start_step, time.monotonic()

@@ -134,6 +134,19 @@ def test_a_flipped_bit_is_noticed_by_verify_and_written_again_on_resume(folder: 
     TargetCache(folder).verify()
 
 
+def test_a_cache_is_finished_when_it_has_a_manifest_and_all_its_shards_are_whole(folder: Path):
+    writer = TargetCacheWriter(folder)
+    assert writer.is_finished()
+    assert writer.num_samples(2) == 4
+    path = folder / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert not writer.is_finished()
+    path.write_bytes(whole)
+    (folder / "manifest.json").unlink()
+    assert not writer.is_finished()
+
+
 def test_a_kill_between_shard_and_sidecar_leaves_the_shard_to_be_written_again(folder: Path):
     (folder / "shard-00001.json").unlink()
     writer = TargetCacheWriter(folder)
