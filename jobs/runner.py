@@ -16,6 +16,9 @@ from dspark.errors import DsparkError, one_line
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOGICAL_CPUS = 8  # Ray's CPUs are bookkeeping only; two real ones would leave no room for its own tasks
 
+# Not Ray's default folder: there another job would find a cluster of ours, join it, and die with it.
+RAY_FOLDER = str(Path(tempfile.gettempdir()) / f"dspark-{os.getuid()}")
+
 C = TypeVar("C", bound=Config)
 Run = Callable[..., dict[str, Any]]
 
@@ -76,8 +79,7 @@ def start_ray() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         ray.init(
             address="local",
-            # A folder of our own: in Ray's default one another job would find this cluster, join it, and die with it.
-            _temp_dir=str(Path(tempfile.gettempdir()) / f"dspark-{os.getuid()}"),
+            _temp_dir=RAY_FOLDER,
             num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1),
             include_dashboard=True,
             dashboard_host="127.0.0.1",

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import ray
@@ -17,8 +18,11 @@ def start_local_cluster() -> str:
     if not ray.is_initialized():
         ray.init(
             address="local",
+            # Not Ray's default folder: a job run elsewhere would find this cluster there and join it.
+            _temp_dir=str(Path(tempfile.gettempdir()) / f"dspark-tests-{os.getuid()}"),
             num_cpus=runner.LOGICAL_CPUS,
             include_dashboard=False,
+            _temp_dir=runner.RAY_FOLDER,
             runtime_env={"env_vars": runner.worker_environment()},
         )
     return str(ray.get_runtime_context().gcs_address)
