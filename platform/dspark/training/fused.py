@@ -41,6 +41,8 @@ def head_loss(
     h: [N, d]; embedded: [N, r] or None; head_weight: [V', d], frozen; bias_weight: [V', r] or None.
     Only `loss` carries gradients, to h, embedded and bias_weight.
     """
+    if bias_weight is not None and not torch.is_grad_enabled():
+        bias_weight = bias_weight.detach()  # else its gradient would be worked out, and thrown away, in validation
     return _HeadLoss.apply(h, embedded, bias_weight, head_weight, targets)
 
 

@@ -56,7 +56,7 @@ class TrainLoop:
             per_micro_batch=config.sequences_per_micro_batch,
             schedule=warmup_cosine(config.steps, config.warmup_ratio),
         )
-        self.step, self.skipped = 0, 0
+        self.step, self.skipped, self.skipped_now = 0, 0, 0
         self._resume()
         self.history = History(run, start_step=self.step) if self.rank == 0 else None
 
@@ -114,7 +114,8 @@ class TrainLoop:
             self.engine.backward(loss * scale)
             self.engine.step()
         summed = self._sum_over_ranks(torch.cat([totals.values, torch.tensor([float(skipped)], dtype=torch.float64)]))
-        self.skipped += int(summed[-1])
+        self.skipped_now = int(summed[-1])
+        self.skipped += self.skipped_now
         return StepTotals(summed[:-1], totals.block_size)
 
     def _forward(
@@ -157,7 +158,7 @@ class TrainLoop:
                 f"{self.skipped} micro-batches had a non-finite loss (max_skipped {self.config.max_skipped}); "
                 "lower learning_rate or check the cache with jobs/cache.py"
             )
-        if float(totals.values[0]) == 0.0 and self.skipped == 0:
+        if float(totals.values[0]) == 0.0 and self.skipped_now == 0:
             raise TrainingDiverged(
                 f"step {self.step}: no supervised token in {self.config.sequences_per_step} sequences; "
                 "the answers carry no loss, check jobs/generate.py's output"
