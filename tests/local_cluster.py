@@ -22,7 +22,6 @@ def start_local_cluster() -> str:
             _temp_dir=str(Path(tempfile.gettempdir()) / f"dspark-tests-{os.getuid()}"),
             num_cpus=runner.LOGICAL_CPUS,
             include_dashboard=False,
-            _temp_dir=runner.RAY_FOLDER,
             runtime_env={"env_vars": runner.worker_environment()},
         )
     return str(ray.get_runtime_context().gcs_address)
