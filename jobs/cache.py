@@ -56,23 +56,12 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     missing = [shard for shard in range(len(plan.shards)) if not writer.is_complete(shard)]
     writer.check_space(plan.projected_bytes * len(missing) // len(plan.shards))
     log.info("%d of %d shards to write", len(missing), len(plan.shards))
-    started = time.monotonic()
-    tokens = _capture(config, target, layer_ids, plan, missing, folder) if missing else 0
-    seconds = time.monotonic() - started
-    counts = _counts(plan, config)
-    written = writer.num_samples(len(plan.shards))
-    if not written:
-        raise DsparkError(
-            f"the target's states are not finite in any of {counts['samples']} samples; set dtype=float32"
-        )
-    result = counts | {
-        "samples": written,
-        "non_finite": counts["samples"] - written,  # from what is on disk: earlier runs left some out too
-        "shards": len(plan.shards),
-        "seconds": round(seconds, 1),
-        "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0,
-    }
-    writer.finish(request, len(plan.shards), {"target_config": target.model_dump(), "result": result})
+    with runner.track(config, "cache", target=target.name) as tracked:
+        started = time.monotonic()
+        tokens = _capture(config, target, layer_ids, plan, missing, folder) if missing else 0
+        result = _result(config, plan, writer.num_samples(len(plan.shards)), tokens, time.monotonic() - started)
+        writer.finish(request, len(plan.shards), {"target_config": target.model_dump(), "result": result})
+        tracked.log_metrics(runner.figures(result), step=0)
     return result
 
 
@@ -103,6 +92,7 @@ def _capture(
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=min(config.num_workers, len(missing)), max_tasks_in_flight_per_actor=1),
         num_cpus=1,
+        num_gpus=runner.gpus_per_worker(config.gpus_per_worker),
     )
     tokens = 0
     for number, counts in enumerate(done.iter_rows(), start=1):
@@ -111,6 +101,22 @@ def _capture(
         if counts["non_finite"]:
             log.warning("shard %d: %d samples left out, not finite", counts["shard"], counts["non_finite"])
     return tokens
+
+
+def _result(config: CacheConfig, plan: CachePlan, written: int, tokens: int, seconds: float) -> dict[str, Any]:
+    """The stage's counts. Raises: DsparkError when no sample could be written."""
+    counts = _counts(plan, config)
+    if not written:
+        raise DsparkError(
+            f"the target's states are not finite in any of {counts['samples']} samples; set dtype=float32"
+        )
+    return counts | {
+        "samples": written,
+        "non_finite": counts["samples"] - written,  # from what is on disk: earlier runs left some out too
+        "shards": len(plan.shards),
+        "seconds": round(seconds, 1),
+        "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0,
+    }
 
 
 def _print_plan(plan: CachePlan, layer_ids: tuple[int, ...]) -> None:

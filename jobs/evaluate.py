@@ -16,7 +16,6 @@ from dspark.evaluation.planning import Subject, WorkItem, open_subject, plan_wor
 from dspark.evaluation.summary import format_table, summarize
 from dspark.evaluation.worker import EvaluationWorker
 from dspark.provenance import git_revision, read_json, write_json
-from dspark.tracking import start_run
 
 ROLLOUTS, METRICS = "rollouts.jsonl", "metrics.json"
 
@@ -43,8 +42,7 @@ def run(config: EvaluateConfig, *, fresh: bool = False, dry_run: bool = False) -
         log.info("every prompt is measured in %s", output)
         earlier = read_json(output / METRICS)["speed"]
         return _finish(config, subject, counts, done, output, speed=earlier) | {"skipped": True}
-    tags = {"stage": "evaluate", "drafter": subject.drafter, "git_revision": str(git_revision())}
-    with start_run(config.tracking, params=config.model_dump(mode="json"), tags=tags) as tracked:
+    with runner.track(config, "evaluate", drafter=subject.drafter) as tracked:
         started = time.monotonic()
         measured = _measure(config, subject, to_do, output / ROLLOUTS)
         speed = _speed(measured, time.monotonic() - started)
@@ -86,8 +84,7 @@ def _results(config: EvaluateConfig, subject: Subject, items: list[WorkItem]) ->
     if not items:
         return
     runner.start_ray()
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    num_gpus = (1 if has_gpu else 0) if config.gpus_per_worker is None else config.gpus_per_worker
+    num_gpus = runner.gpus_per_worker(config.gpus_per_worker)
     # A worker that dies is started again, with the item it was at.
     actor: Any = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=2, max_task_retries=2)(EvaluationWorker)
     workers = [actor.remote(config, subject) for _ in range(min(config.num_workers, len(items)))]

@@ -44,16 +44,20 @@ def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -
         return _result(config, manifest) | {"skipped": True}
     store.check_unchanged(prompt_set.prompts)
     require_renderable(load_tokenizer(config.target), (p.opening for p in prompt_set.prompts), config.chat)
-    run_token = store.begin(request)
-    store.write_rejected(prompt_set)
-    done = store.done_ids()
-    missing = [prompt for prompt in prompt_set.prompts if prompt.id not in done]
-    log.info("%d of %d prompts to answer", len(missing), len(prompt_set.prompts))
-    started = time.monotonic()
-    tokens = _generate(config, sampling, missing, run_token) if missing else 0
-    seconds = time.monotonic() - started
-    speed = {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0}
-    return _result(config, store.finish(request, prompt_set, speed | {"target": config.target.model_dump()}))
+    with runner.track(config, "generate", target=config.target.name) as tracked:
+        run_token = store.begin(request)
+        store.write_rejected(prompt_set)
+        done = store.done_ids()
+        missing = [prompt for prompt in prompt_set.prompts if prompt.id not in done]
+        log.info("%d of %d prompts to answer", len(missing), len(prompt_set.prompts))
+        started = time.monotonic()
+        tokens = _generate(config, sampling, missing, run_token) if missing else 0
+        seconds = time.monotonic() - started
+        speed = {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0}
+        manifest = store.finish(request, prompt_set, speed | {"target": config.target.model_dump()})
+        result = _result(config, manifest)
+        tracked.log_metrics(runner.figures(result), step=0)
+    return result
 
 
 def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Prompt], run_token: str) -> int:
@@ -65,7 +69,6 @@ def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Pr
     runner.start_ray()
     num_workers = min(config.num_workers, len(prompts))
     tasks = [{"prompts": task_json(task)} for task in deal(prompts, num_workers)]
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     dataset.context.target_max_block_size = 1  # each part is reported when it is written, not when its task ends
     parts = dataset.map_batches(
@@ -75,7 +78,7 @@ def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Pr
         # One task at a time: the first worker to be up would else take them all and the others be let go.
         compute=ray.data.ActorPoolStrategy(size=num_workers, max_tasks_in_flight_per_actor=1),
         num_cpus=1,
-        num_gpus=(1 if has_gpu else 0) if config.gpus_per_worker is None else config.gpus_per_worker,
+        num_gpus=runner.gpus_per_worker(config.gpus_per_worker),
     )
     started, num_rows, num_tokens = time.monotonic(), 0, 0
     for part in parts.iter_rows():

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from dspark.config import Config, load_config
 from dspark.errors import DsparkError, one_line
+from dspark.provenance import git_revision
+from dspark.tracking import Run, start_run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOGICAL_CPUS = 8  # Ray's CPUs are bookkeeping only; two real ones would leave no room for its own tasks
@@ -20,12 +22,12 @@ LOGICAL_CPUS = 8  # Ray's CPUs are bookkeeping only; two real ones would leave n
 RAY_FOLDER = str(Path(tempfile.gettempdir()) / f"dspark-{os.getuid()}")
 
 C = TypeVar("C", bound=Config)
-Run = Callable[..., dict[str, Any]]
+RunStage = Callable[..., dict[str, Any]]
 
 log = logging.getLogger("dspark")
 
 
-def main(config_class: type[C], run: Run, *, default_config: str, argv: Sequence[str] | None = None) -> int:
+def main(config_class: type[C], run: RunStage, *, default_config: str, argv: Sequence[str] | None = None) -> int:
     """Parse the command line, call `run(config, fresh=, dry_run=)` and print its result as the last line."""
     arguments = _parse(default_config, argv)
     logging.basicConfig(
@@ -60,6 +62,17 @@ def worker_environment() -> dict[str, str]:
     }
 
 
+def track(config: Any, stage: str, *, run_id: str | None = None, **tags: str) -> Run:
+    """The MLflow run of a stage, with its config as params. Use it as a context manager."""
+    common = {"stage": stage, "git_revision": str(git_revision())}
+    return start_run(config.tracking, params=config.model_dump(mode="json"), tags=common | tags, run_id=run_id)
+
+
+def figures(result: dict[str, Any]) -> dict[str, float]:
+    """The numbers among a stage's results."""
+    return {k: float(v) for k, v in result.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
 def start_ray() -> None:
     """Join the cluster that `ray start` or a job submission set up, else start a local one; again is a no-op."""
     import ray  # heavy, and not needed for --help or --dry-run
@@ -86,6 +99,15 @@ def start_ray() -> None:
             **options,
         )
         log.info("started a local Ray cluster")
+
+
+def gpus_per_worker(wanted: float | None) -> float:
+    """The configured share, or one GPU each where the cluster has any."""
+    import ray  # heavy, and loaded by whoever asks
+
+    if wanted is not None:
+        return wanted
+    return 1.0 if ray.cluster_resources().get("GPU", 0) > 0 else 0.0
 
 
 def _parse(default_config: str, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -7,8 +7,8 @@ from typing import Any
 
 import runner
 from dspark.data.target_cache import TargetCache
-from dspark.provenance import git_revision, read_json, write_json
-from dspark.tracking import resolve_uri, start_run
+from dspark.provenance import read_json, write_json
+from dspark.tracking import resolve_uri
 from dspark.training.config import TrainConfig
 
 log = logging.getLogger("dspark.train")
@@ -38,8 +38,7 @@ def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> d
         log.info("training run %s is complete", output)
         return read_json(output / RESULT) | {"skipped": True}
     earlier = read_json(output / "mlflow_run.json")["run_id"] if (output / "mlflow_run.json").is_file() else None
-    tags = {"stage": "train", "architecture": config.drafter.architecture, "git_revision": str(git_revision())}
-    with start_run(config.tracking, params=config.model_dump(mode="json"), tags=tags, run_id=earlier) as tracked:
+    with runner.track(config, "train", run_id=earlier, architecture=config.drafter.architecture) as tracked:
         write_json(output / "mlflow_run.json", {"run_id": tracked.run_id, "uri": tracked.uri})
         runner.start_ray()
         result = fit(config, initial, tracking_uri=tracked.uri or resolve_uri(config.tracking), run_id=tracked.run_id)

@@ -33,7 +33,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path
 
 
 def config_for(answers: Path, output: Path, **changes: Any) -> CacheConfig:
-    content = {"answers": str(answers), "output": str(output), "target_layer_ids": [0, 2], "shard_tokens": 200}
+    content = {
+        "answers": str(answers),
+        "output": str(output),
+        "target_layer_ids": [0, 2],
+        "shard_tokens": 200,
+        "tracking": {"enabled": False},
+    }
     return build_config(CacheConfig, content | changes)
 
 

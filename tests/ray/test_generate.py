@@ -42,6 +42,7 @@ def make_config(target: Path, prompts: Path, output: Path, **changes: Any) -> Ge
         "batch_size": 4,
         "rows_per_part": 3,
         "num_workers": 2,
+        "tracking": {"enabled": False},
     }
     return build_config(GenerateConfig, content | changes)
 

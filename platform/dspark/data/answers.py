@@ -24,6 +24,7 @@ from dspark.engine.sampling import SamplingParams
 from dspark.errors import DsparkError, Mismatch, MissingInput, one_line
 from dspark.provenance import fingerprint, read_json, require_same, temporary_sibling, write_bytes, write_json
 from dspark.targets import TargetConfig, default_sampling
+from dspark.tracking import TrackingConfig
 
 FORMAT = 1
 STATUSES = ("ok", "empty", "error")
@@ -84,6 +85,7 @@ class GenerateConfig(Config):
     """None gives each worker one GPU where the cluster has any."""
     rows_per_part: int = Field(32, ge=1)
     """Rows a worker writes at once: a killed run loses at most this many finished ones per worker."""
+    tracking: TrackingConfig = TrackingConfig()
 
 
 def resolve_sampling(config: GenerateConfig) -> SamplingParams:

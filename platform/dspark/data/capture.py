@@ -20,6 +20,7 @@ from dspark.data.hidden_states import HiddenStateCapture, check_layer_ids, decod
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
 from dspark.numerics import use_fast_float32_products
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
+from dspark.tracking import TrackingConfig
 
 LOG_Z_ROWS = 256  # a chunk of 256 rows over 150,000 tokens takes 150 MB
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -31,7 +32,7 @@ class CacheConfig(Config):
     answers: folder made by jobs/generate.py. target_layer_ids: 0-based decoder layers to capture, -1 the embeddings;
     None spaces five evenly. min_loss_tokens: samples with fewer supervised tokens are left out and counted.
     max_cache_bytes: whole samples are kept, in a seeded order, until the budget is used. shard_tokens, batch_tokens:
-    tokens per file and per forward pass.
+    tokens per file and per forward pass. gpus_per_worker: None gives each worker one where the cluster has any.
     """
 
     answers: str
@@ -45,7 +46,9 @@ class CacheConfig(Config):
     batch_tokens: int = pydantic.Field(default=4_096, gt=0)
     num_workers: int = pydantic.Field(default=2, gt=0)
     threads_per_worker: int = pydantic.Field(default=1, gt=0)
+    gpus_per_worker: float | None = pydantic.Field(default=None, ge=0)
     seed: int = 0
+    tracking: TrackingConfig = TrackingConfig()
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | 
             storage_path=str(output),
             failure_config=FailureConfig(max_failures=config.max_worker_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=config.keep_checkpoints),
-            worker_runtime_env={"env_vars": KEEP_FREED_MEMORY},
+            worker_runtime_env={"env_vars": KEEP_FREED_MEMORY},  # type: ignore[call-arg]  # the hint is of Train's v1
         ),
     )
     result: Any = trainer.fit()
