@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import ray.train
 import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -74,7 +73,6 @@ def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | 
                 "output": str(output),
                 "tracking_uri": tracking_uri,
                 "run_id": run_id,
-                "single_node": len([node for node in ray.nodes() if node["Alive"]]) == 1,
             },
         },
         torch_config=TorchConfig(backend="nccl" if config.use_gpu else "gloo", timeout_s=600),
