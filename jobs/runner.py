@@ -53,6 +53,7 @@ def worker_environment() -> dict[str, str]:
     return {
         "GOMP_SPINCOUNT": "0",
         "OMP_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",  # tensors on huge pages: half the system time of a training step on a CPU
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "0" if sys.stderr.isatty() else "1",  # in a log file our own lines tell
