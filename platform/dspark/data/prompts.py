@@ -39,6 +39,8 @@ class PromptSource(Config):
     """The domain of rows that name none."""
     limit: int | None = Field(None, ge=1)
     """Keep a sample of this many rows of this source."""
+    id_suffix: str = ""
+    """Appended to every id: the same place, named again with a suffix, gets its prompts answered once more."""
 
     @pydantic.model_validator(mode="after")
     def _has_one_place(self) -> "PromptSource":
@@ -152,7 +154,8 @@ def _read_source(
         row_id = str(row["id"]) if isinstance(row, dict) and row.get("id") is not None else None
         try:
             messages = _user_side(_messages(row))
-            row_id = row_id or fingerprint(messages)
+            own_id = row_id or fingerprint(messages)
+            row_id = own_id + source.id_suffix
             _require_unicode(row_id)
             if row_id in seen:
                 raise ValueError("duplicate id")
@@ -160,7 +163,7 @@ def _read_source(
             rejected.append(RejectedRow(place, row_id, str(error)))
             continue
         seen.add(row_id)
-        split = source.split or split_of(row_id, heldout_fraction)
+        split = source.split or split_of(own_id, heldout_fraction)
         yield Prompt(row_id, str(row.get("domain") or source.domain), split, messages)
 
 

@@ -78,6 +78,7 @@ class Backbone(nn.Module):
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(d, config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
         self.rotary = RotaryEmbedding(config)
         self.anchor_fusion = AnchorFusion(config) if config.anchor_fusion else None
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=False)
@@ -102,7 +103,7 @@ class Backbone(nn.Module):
 
     def block_states(self, batch: BlockBatch) -> Tensor:
         """Hidden states of all slots of all blocks, after the final norm: [B, A, G, d]."""
-        features = self.context_features(batch.target_hidden)
+        features = self.dropout(self.context_features(batch.target_hidden))
         positions = torch.arange(features.shape[1], device=features.device)
         cos, sin = self.rotary(positions)
         keys_values = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]

@@ -12,6 +12,7 @@ class DrafterConfig(Config):
 
     valid_vocab_size: ids from here on are padding rows of the target's embedding, never proposed.
     draft_vocab_size: V'; equal to valid_vocab_size when the draft vocabulary is not reduced.
+    dropout: in training only, on context features and on what each sublayer adds.
     anchor_fusion: our extension; block inputs also see the newest context feature (not readable by other engines).
     """
 
@@ -37,6 +38,7 @@ class DrafterConfig(Config):
     anchor_fusion: bool = False
     markov_rank: int = pydantic.Field(default=0, ge=0)
     markov_head_type: Literal["vanilla"] = "vanilla"
+    dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
 

@@ -24,7 +24,7 @@ class DrafterShape(Config):
 
     draft_vocab_size: V' most frequent answer tokens, None for all. mask_token: text or id of the token whose
     embedding row feeds the mask slots; None takes the tokenizer's mask token. warm_start: draft layers copied
-    from the target's last ones. anchor_fusion: learns faster on small budgets; other engines cannot load it.
+    from the target's last ones. dropout: for few answers, where training runs over them many times. anchor_fusion: learns faster on small budgets; other engines cannot load it.
     """
 
     architecture: Literal["dspark", "dflash"] = "dspark"
@@ -37,6 +37,7 @@ class DrafterShape(Config):
     anchor_fusion: bool = False
     markov_rank: int = pydantic.Field(default=256, ge=0)
     confidence_head: bool = True
+    dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     warm_start: bool = False
 
 
@@ -81,6 +82,7 @@ def drafter_config(
         learned_mask_embedding=shape.learned_mask_embedding,
         sliding_window=shape.sliding_window,
         anchor_fusion=shape.anchor_fusion,
+        dropout=shape.dropout,
         markov_rank=shape.markov_rank if is_dspark else 0,
         enable_confidence_head=shape.confidence_head and is_dspark,
         confidence_head_with_markov=shape.confidence_head and is_dspark and shape.markov_rank > 0,

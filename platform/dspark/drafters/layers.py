@@ -156,10 +156,11 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, h: Tensor, context_kv: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, context_mask: Tensor
     ) -> Tensor:
         """[B, A, G, d], as h."""
-        h = h + self.self_attn(self.input_layernorm(h), context_kv, cos, sin, context_mask)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h = h + self.dropout(self.self_attn(self.input_layernorm(h), context_kv, cos, sin, context_mask))
+        return h + self.dropout(self.mlp(self.post_attention_layernorm(h)))

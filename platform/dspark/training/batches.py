@@ -36,6 +36,11 @@ def step_samples(indices: Sequence[int], step: int, per_step: int, seed: int) ->
     return chosen
 
 
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of a rank's random numbers in one step."""
+    return int(np.random.default_rng([seed, step, rank]).integers(2**62))
+
+
 def deal(lengths: Sequence[int], per_micro_batch: int, world_size: int) -> list[list[list[int]]]:
     """Places in the step, as [rank][micro-batch][place]: micro-batches of similar length, dealt in turn.
 

@@ -15,7 +15,7 @@ from dspark.data.target_cache import TargetCache
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.errors import TrainingDiverged
 from dspark.numerics import use_fast_float32_products
-from dspark.training.batches import MicroBatch, StepSample, deal, make_micro_batch, step_samples
+from dspark.training.batches import MicroBatch, StepSample, deal, make_micro_batch, step_samples, step_seed
 from dspark.training.config import TrainConfig
 from dspark.training.losses import LossWeights
 from dspark.training.objective import StepTotals, micro_batch_loss, step_totals, weight_sums
@@ -98,6 +98,7 @@ class TrainLoop:
 
     def _train_step(self, factors: LossWeights) -> StepTotals:
         config = self.config
+        torch.manual_seed(step_seed(config.seed, self.step, self.rank))  # dropout after a resume is as without one
         samples = step_samples(self.train_indices, self.step, config.sequences_per_step, config.seed)
         micro_batches = self._micro_batches(samples, config.seed)
         weights = self._sum_over_ranks(sum((weight_sums(micro) for micro in micro_batches), torch.zeros(2).double()))
@@ -169,6 +170,7 @@ class TrainLoop:
         """Expected accepted length and acceptance on held-out samples, every sample once over all ranks."""
         if not self.validation_indices:
             return {}
+        self.model.eval()
         totals = StepTotals.zeros(self.drafter.block_size)
         factors = self.config.loss_weights(self.step)
         samples = [StepSample(index, 0) for index in self.validation_indices]
@@ -176,6 +178,7 @@ class TrainLoop:
             if micro is not None:
                 _, losses = micro_batch_loss(self.model, self.drafter, micro, torch.ones(2), factors)
                 totals = totals + step_totals(losses, micro, self.drafter.block_size)
+        self.model.train()
         metrics = StepTotals(self._sum_over_ranks(totals.values), totals.block_size).metrics(factors)
         if self.history is not None:
             self.history.add_validation(self.step, metrics)

@@ -185,3 +185,15 @@ def test_a_source_decides_the_split_of_its_rows(tmp_path: Path) -> None:
     source = PromptSource(path=str(write_rows(tmp_path / "p.jsonl", plain(5))), split="heldout", domain="math")
     prompts = read_prompts([source], seed=0, heldout_fraction=0.0).prompts
     assert {(prompt.split, prompt.domain) for prompt in prompts} == {("heldout", "math")}
+
+
+def test_a_source_named_again_with_a_suffix_gets_its_prompts_answered_once_more(tmp_path: Path) -> None:
+    path = str(write_rows(tmp_path / "p.jsonl", plain(40)))
+    sources = [PromptSource(path=path), PromptSource(path=path, id_suffix="~2", limit=10)]
+    prompt_set = read_prompts(sources, seed=0, heldout_fraction=0.5)
+    once = {prompt.id: prompt for prompt in prompt_set.prompts if not prompt.id.endswith("~2")}
+    again = [prompt for prompt in prompt_set.prompts if prompt.id.endswith("~2")]
+    assert (len(once), len(again), prompt_set.rejected) == (40, 10, [])
+    for prompt in again:
+        first = once[prompt.id.removesuffix("~2")]
+        assert (prompt.messages, prompt.split) == (first.messages, first.split)
