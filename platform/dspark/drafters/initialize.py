@@ -24,7 +24,8 @@ class DrafterShape(Config):
 
     draft_vocab_size: V' most frequent answer tokens, None for all. mask_token: text or id of the token whose
     embedding row feeds the mask slots; None takes the tokenizer's mask token. warm_start: draft layers copied
-    from the target's last ones. dropout: for few answers, where training runs over them many times. anchor_fusion: learns faster on small budgets; other engines cannot load it.
+    from the target's last ones. dropout: for few answers, where training runs over them many times. anchor_fusion:
+    learns faster on small budgets; other engines cannot load it.
     """
 
     architecture: Literal["dspark", "dflash"] = "dspark"
