@@ -18,7 +18,7 @@ from dspark.tracking import Run, start_run
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOGICAL_CPUS = 8  # Ray's CPUs are bookkeeping only; two real ones would leave no room for its own tasks
 
-# Not Ray's default folder: there another job would find a cluster of ours, join it, and die with it.
+# Not Ray's default folder: there another job would take a cluster of ours for one that is to be joined.
 RAY_FOLDER = str(Path(tempfile.gettempdir()) / f"dspark-{os.getuid()}")
 
 C = TypeVar("C", bound=Config)
@@ -85,9 +85,12 @@ def start_ray() -> None:
         "log_to_driver": True,
         "logging_level": logging.WARNING,
     }
+    address = cluster_address()
     try:
-        ray.init(address="auto", **options)
-        log.info("joined the running Ray cluster")
+        if address is None:
+            raise ConnectionError("no cluster was started")
+        ray.init(address=address, **options)
+        log.info("joined the Ray cluster at %s", address)
     except ConnectionError:
         # A loopback cluster of our own needs no token; one that was started elsewhere keeps its own setting.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -100,6 +103,17 @@ def start_ray() -> None:
             **options,
         )
         log.info("started a local Ray cluster")
+
+
+def cluster_address() -> str | None:
+    """Where a job submission or `ray start` set up a cluster; None without one.
+
+    Ray's own "auto" also finds what other jobs started for their own time, and a job that joins dies with them.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"]
+    started = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    return started.read_text(encoding="utf-8").strip() or None if started.is_file() else None
 
 
 def gpus_per_worker(wanted: float | None) -> float:
