@@ -63,6 +63,15 @@ def test_a_run_without_process_tags_is_left_alone() -> None:
     assert not is_gone({"mlflow.runName": "from elsewhere"})
 
 
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """The system's own handling, whatever a library that other tests loaded has put in its place."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("default_sigterm")
 def test_sigterm_is_noted_and_ends_the_process_with_143() -> None:
     with pytest.raises(SystemExit) as caught, Sigterm() as sigterm:
         os.kill(os.getpid(), signal.SIGTERM)
