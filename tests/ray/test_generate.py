@@ -1,10 +1,7 @@
 """The generate job on a local cluster: complete, resumed after a kill, extended, refused, started over."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,10 +14,10 @@ import generate
 from dspark.config import build_config
 from dspark.data.answers import GenerateConfig, read_answers
 from dspark.errors import Mismatch
+from local_cluster import start_job
 
 pytestmark = pytest.mark.ray
 
-ROOT = Path(__file__).resolve().parents[2]
 REFUSED = {"role": "system", "content": "x" * 4000}  # longer than the tiny target's context
 
 
@@ -120,24 +117,23 @@ def test_a_killed_run_goes_on_and_has_each_row_once(tiny_target: Path, tmp_path:
     )
     path = tmp_path / "generate.yaml"
     path.write_text(config.model_dump_json())  # JSON is YAML
-    command = [sys.executable, str(ROOT / "jobs" / "generate.py"), "--config", str(path), "batch_size=8"]
-    with (tmp_path / "log.txt").open("w") as log:
-        job = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=dict(os.environ))
-        try:
-            deadline = time.monotonic() + 120
-            while sum(stored_ids(tmp_path / "answers").values()) < 15:
-                assert job.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        finally:
-            job.send_signal(signal.SIGKILL)
-            job.wait()
+    job = start_job("generate", "--config", str(path), "batch_size=8", log=tmp_path / "log.txt")
+    try:
+        deadline = time.monotonic() + 120
+        while sum(stored_ids(tmp_path / "answers").values()) < 15:
+            assert job.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.wait()
     at_kill = stored_ids(tmp_path / "answers")
     assert 15 <= len(at_kill) < 50
-    command[-1] = "num_workers=1"  # and with another concurrency
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    # And with another concurrency.
+    again = start_job("generate", "--config", str(path), "num_workers=1", log=tmp_path / "again.txt")
+    assert again.wait(timeout=180) == 0, (tmp_path / "again.txt").read_text()[-3000:]
+    lines = (tmp_path / "again.txt").read_text().splitlines()
+    result = json.loads([line for line in lines if line.startswith("{")][-1])
     assert (result["stage"], result["prompts"]) == ("generate", 50)
     assert stored_ids(tmp_path / "answers") == Counter(f"p{i}" for i in range(50))
     assert at_kill.items() <= stored_ids(tmp_path / "answers").items()
