@@ -12,6 +12,7 @@ import runner
 from dspark.config import build_config
 from dspark.data.answers import read_answers
 from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cache, resolve_layer_ids
+from dspark.data.chat import require_supervision, training_sequences, truncate
 from dspark.data.target_cache import MANIFEST, TargetCacheWriter
 from dspark.errors import DsparkError
 from dspark.provenance import read_json, require_same
@@ -46,6 +47,11 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
             log.info("target cache %s is complete", folder)
             return read_json(folder / MANIFEST)["result"] | {"skipped": True}
         log.warning("target cache %s has shards that are missing or corrupt; they are written again", folder)
+    first = (row["turns"] for row in answers.rows(statuses=["ok"]))
+    require_supervision(
+        (truncate(sequence, config.max_length) for turns in first for sequence in training_sequences(turns)),
+        target=target.name,
+    )
     plan = plan_cache(answers, config, hidden_size=shape.hidden_size, num_layers=len(layer_ids))
     _print_plan(plan, layer_ids)
     if dry_run:

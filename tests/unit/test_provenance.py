@@ -59,7 +59,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkey
 
 
 def test_require_same_passes_what_is_equal() -> None:
-    provenance.require_same("target", {"a": 1}, {"a": 1}, remedy="run jobs/generate.py")
+    same = {"a": 1, "b": [2]}
+    assert provenance.require_same("target", same, dict(same), remedy="run jobs/generate.py") is None
 
 
 @pytest.mark.parametrize("found", [{"a": 1, "b": 3}, {"a": 1}], ids=["other", "absent"])
