@@ -1,0 +1,1 @@
+"""KV memory in pages, and attention over it; knows nothing of drafting."""

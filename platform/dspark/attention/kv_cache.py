@@ -1,0 +1,53 @@
+"""Keys and values of many requests in one piece of memory, addressed by slot (page * page_size + offset).
+
+Legend: K key/value heads, S slots, D head width, n tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.attention.page_pool import PageTable
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class PagedKVCache:
+    """Per layer, keys and values [K, S, D]: a head's tokens are neighbours, so a request's are read in one sweep."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], *, num_slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.keys = [
+            torch.zeros(shape.num_kv_heads, num_slots, shape.key_dim, dtype=dtype, device=device) for shape in shapes
+        ]
+        self.values = [
+            torch.zeros(shape.num_kv_heads, num_slots, shape.value_dim, dtype=dtype, device=device) for shape in shapes
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in [*self.keys, *self.values])
+
+    def write(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store n tokens. slot_mapping: [n] int64; keys, values: [K, n, D]."""
+        self.keys[layer].index_copy_(1, slot_mapping, keys)
+        self.values[layer].index_copy_(1, slot_mapping, values)
+
+    def read(self, layer: int, table: PageTable, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions start … stop-1: [K, n, D] each; views where the pages are neighbours."""
+        run = table.run(start, stop)
+        if run is not None:
+            first, last = run
+            return self.keys[layer][:, first:last], self.values[layer][:, first:last]
+        slots = torch.tensor(table.slots(start, stop), device=self.keys[layer].device)
+        return self.keys[layer].index_select(1, slots), self.values[layer].index_select(1, slots)
