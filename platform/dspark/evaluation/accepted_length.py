@@ -18,28 +18,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dspark.data.hidden_states import HiddenStateCapture
 from dspark.drafters.base import Drafter
+from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.engine.request import FinishReason, commit
 from dspark.engine.sampling import SamplingParams, filtered_probs
 from dspark.speculation.proposal import Proposal, Verdict
 from dspark.speculation.rejection import verify, verify_greedy
-from dspark.speculation.statistics import AcceptanceCounts
-
-
-@dataclass(frozen=True)
-class Round:
-    """One verification; num_accepted is the verdict's, num_committed what is left after a stop token."""
-
-    num_proposed: int
-    num_accepted: int
-    num_committed: int
-    confidence_logits: list[float] | None = None
-
-    @property
-    def accepted_bits(self) -> list[int]:
-        """1 for each draft token that stood, 0 from the first rejected one on."""
-        return [int(k < self.num_accepted) for k in range(self.num_proposed)]
+from dspark.speculation.statistics import AcceptanceCounts, Round
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ def verify(target_probs: Tensor, proposal: Proposal, generator: torch.Generator 
     num_proposed = proposal.num_tokens
     if num_proposed == 0:
         return Verdict(0, _draw(target_probs[0], generator))
-    token_ids = proposal.token_ids.unsqueeze(1)
-    accept = target_probs[:num_proposed].gather(1, token_ids).squeeze(1)
+    accept = target_probs[:num_proposed].gather(1, proposal.token_ids.unsqueeze(1)).squeeze(1)
     if proposal.probs is not None:
-        accept = accept / proposal.probs.gather(1, token_ids).squeeze(1)
+        accept = accept / proposal.drawn_probs()
     uniform = torch.rand(num_proposed, generator=generator, device=target_probs.device)
     num_accepted = _leading_true(uniform < accept)
     row = target_probs[num_accepted]
@@ -46,7 +45,7 @@ def _residual(target_row: Tensor, proposal: Proposal, slot: int) -> Tensor:
         residual = target_row.clone()
         residual[proposal.token_ids[slot]] = 0.0
     else:
-        residual = (target_row - proposal.probs[slot]).clamp_min(0.0)
+        residual = proposal.subtract_from(target_row, slot).clamp_min(0.0)
     return residual if float(residual.sum()) > MIN_RESIDUAL_MASS else target_row
 
 

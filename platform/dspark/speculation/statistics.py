@@ -5,6 +5,7 @@ Legend: k = 0..G-1 the slot of a draft token within its proposal.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,21 @@ DEFINITION = (
     "up to itself. Conditional acceptance at position k = accepted at k / accepted at k-1; survival at k = "
     "accepted at k / rounds (rounds that proposed at least k tokens)."
 )
+
+
+@dataclass(frozen=True)
+class Round:
+    """One verification; num_accepted is the verdict's, num_committed what is left after a stop token."""
+
+    num_proposed: int
+    num_accepted: int
+    num_committed: int
+    confidence_logits: list[float] | None = None
+
+    @property
+    def accepted_bits(self) -> list[int]:
+        """1 for each draft token that stood, 0 from the first rejected one on."""
+        return [int(k < self.num_accepted) for k in range(self.num_proposed)]
 
 
 class AcceptanceCounts:

@@ -116,3 +116,29 @@ def test_greedy_verification_accepts_up_to_the_first_difference_and_then_says_th
     proposal = [token if k < num_right else 7 for k, token in enumerate(choices[:4])]
     verdict = verify_greedy(logits, Proposal(torch.tensor(proposal), None, None))
     assert (verdict.num_accepted, verdict.next_id) == (num_right, choices[num_right])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_proposal_on_a_part_of_the_vocabulary_is_judged_as_the_dense_one_is(temperature):
+    """Columns of `probs` that stand for some target ids, beside the same distribution written out over all of them."""
+    generator = torch.Generator().manual_seed(0)
+    support = torch.tensor([6, 1, 3])
+    for seed in range(300):
+        probs = torch.softmax(torch.randn(3, 3, generator=generator) / temperature, -1)
+        target = torch.softmax(torch.randn(4, 8, generator=generator) / temperature, -1)
+        columns = torch.multinomial(probs, 1, generator=generator).squeeze(1)
+        dense = torch.zeros(3, 8)
+        dense[:, support] = probs
+        sparse = Proposal(support[columns], probs, None, support=support, columns=columns)
+        written_out = Proposal(support[columns], dense, None)
+        verdicts = [verify(target, one, torch.Generator().manual_seed(seed)) for one in (sparse, written_out)]
+        assert verdicts[0] == verdicts[1]
+
+
+def test_the_first_tokens_of_a_proposal_are_a_proposal():
+    probs = torch.softmax(torch.randn(3, 2), -1)
+    whole = Proposal(torch.tensor([4, 7, 4]), probs, torch.zeros(3), torch.tensor([4, 7]), torch.tensor([0, 1, 0]))
+    cut = whole.first(2)
+    assert (cut.num_tokens, cut.columns.tolist(), cut.confidence_logits.numel()) == (2, [0, 1], 2)
+    assert torch.equal(cut.drawn_probs(), torch.stack([probs[0, 0], probs[1, 1]]))
+    assert whole.first(3) is whole
