@@ -16,8 +16,8 @@ import torch
 from dspark.config import Config, build_config
 from dspark.data.answers import AnswerSet
 from dspark.data.chat import training_sequences, truncate
-from dspark.data.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
+from dspark.engine.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.numerics import use_fast_float32_products
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
 from dspark.tracking import TrackingConfig

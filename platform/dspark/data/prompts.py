@@ -37,6 +37,8 @@ class PromptSource(Config):
     """Which split all rows go to; None decides by a hash of each row's id."""
     domain: str = "default"
     """The domain of rows that name none."""
+    domains: tuple[str, ...] | None = None
+    """Keep rows of these domains only."""
     limit: int | None = Field(None, ge=1)
     """Keep a sample of this many rows of this source."""
     id_suffix: str = ""
@@ -85,7 +87,7 @@ class RejectedRow:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """num_read = prompts kept + rows rejected + rows left out by a limit."""
+    """num_read = prompts kept + rows rejected + rows left out by a limit or a choice of domains."""
 
     prompts: list[Prompt]
     rejected: list[RejectedRow] = field(default_factory=list)
@@ -119,7 +121,8 @@ def read_prompts(
     num_over_limit = 0
     for source in sources:
         prompts = list(_read_source(source, heldout_fraction, seen, rejected))
-        sampled = _sample(prompts, source.limit, seed)
+        chosen = [prompt for prompt in prompts if source.domains is None or prompt.domain in source.domains]
+        sampled = _sample(chosen, source.limit, seed)
         num_over_limit += len(prompts) - len(sampled)
         kept.append(sampled)
     if limit is not None:

@@ -5,6 +5,7 @@ V' draft vocabulary, K key/value heads, D head width.
 Source: DSpark §3.1; DFlash.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.config import DrafterConfig
-from dspark.drafters.layers import DraftLayer, RMSNorm, RotaryEmbedding
+from dspark.drafters.layers import Attend, DraftLayer, RMSNorm, RotaryEmbedding
 
 
 @dataclass
@@ -101,12 +102,16 @@ class Backbone(nn.Module):
         """C = RMSNorm(W_c [H^l1; …; H^lm]): [..., d]. target_hidden: [..., m*d]."""
         return self.hidden_norm(self.fc(target_hidden.to(self.fc.weight.dtype)))
 
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Per layer, keys and values of context tokens, each [..., n, K, D]. features: [..., n, d]; positions: [n]."""
+        cos, sin = self.rotary(positions)
+        return [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+
     def block_states(self, batch: BlockBatch) -> Tensor:
         """Hidden states of all slots of all blocks, after the final norm: [B, A, G, d]."""
         features = self.dropout(self.context_features(batch.target_hidden))
         positions = torch.arange(features.shape[1], device=features.device)
-        cos, sin = self.rotary(positions)
-        keys_values = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+        keys_values = self.context_keys_values(features, positions)
         newest = (batch.anchors - 1).clamp_min(0)
         feature = features.gather(1, newest.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
         anchor_ids = batch.input_ids.gather(1, batch.anchors)
@@ -118,8 +123,7 @@ class Backbone(nn.Module):
             return
         features = self.context_features(target_hidden.unsqueeze(0))
         positions = torch.arange(state.num_tokens, state.num_tokens + features.shape[1], device=features.device)
-        cos, sin = self.rotary(positions)
-        added = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+        added = self.context_keys_values(features, positions)
         if state.keys_values:
             added = [
                 (torch.cat([old[0], new[0]], dim=1), torch.cat([old[1], new[1]], dim=1))
@@ -144,6 +148,26 @@ class Backbone(nn.Module):
         feature = state.newest_feature.view(1, 1, -1)
         return self._run(anchor_ids, anchors, feature, state.keys_values, positions)[0, 0]
 
+    def draft_states_flat(
+        self, anchor_ids: Tensor, anchors: Tensor, feature: Tensor, attend: Callable[[int], Attend]
+    ) -> Tensor:
+        """Hidden states of one block per request: [R, G, d]; `draft_states` is its twin for one request.
+
+        anchor_ids, anchors (positions): [R]; feature: [R, d], C[p-1]. attend(layer): attention over the request's
+        context strictly before the anchor and its own block.
+        """
+        h = self._block_inputs(anchor_ids.unsqueeze(0), feature.unsqueeze(0))[0]
+        cos, sin = self.rotary(anchors.unsqueeze(-1) + torch.arange(self.config.block_size, device=anchors.device))
+        for index, layer in enumerate(self.layers):
+            h = layer.forward_flat(h, cos, sin, attend(index))  # type: ignore[operator]
+        return self.norm(h)
+
+    def _block_inputs(self, anchor_ids: Tensor, feature: Tensor) -> Tensor:
+        """[B, A, G, d]: the anchor's embedding, then the mask slots'. anchor_ids: [B, A]; feature: [B, A, d]."""
+        masks = self.mask_embedding.to(feature.dtype).expand(*anchor_ids.shape, self.config.block_size - 1, -1)
+        h = torch.cat([self.embed_tokens(anchor_ids).to(feature.dtype).unsqueeze(2), masks], dim=2)
+        return h if self.anchor_fusion is None else self.anchor_fusion(h, feature)
+
     def _run(
         self,
         anchor_ids: Tensor,
@@ -154,10 +178,7 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """anchor_ids, anchors: [B, A]; feature: [B, A, d]; keys_values: per layer [B, L, K, D]; positions: [L]."""
         block = self.config.block_size
-        masks = self.mask_embedding.to(feature.dtype).expand(*anchors.shape, block - 1, -1)
-        h = torch.cat([self.embed_tokens(anchor_ids).to(feature.dtype).unsqueeze(2), masks], dim=2)
-        if self.anchor_fusion is not None:
-            h = self.anchor_fusion(h, feature)
+        h = self._block_inputs(anchor_ids, feature)
         slots = anchors.unsqueeze(-1) + torch.arange(block, device=anchors.device)  # [B, A, G] positions
         context_mask = (context_positions < anchors.unsqueeze(-1)).unsqueeze(2).expand(-1, -1, block, -1)
         if self.config.sliding_window is not None:

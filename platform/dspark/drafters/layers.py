@@ -4,6 +4,7 @@ Legend: B sequences, L context tokens, A anchors, G block size, d hidden, H quer
 R = H/K query heads per key/value head, D head width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dspark.drafters.config import DrafterConfig
 
 SCALED_ROPE_TYPES = ("linear", "llama3", "yarn")
+
+# Queries [R, G, H, D], keys and values of the block [R, G, K, D] -> mixed values [R, G, H, D].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -103,6 +107,11 @@ class DraftAttention(nn.Module):
         values = self._split(self.v_proj(states), self.num_kv_heads)
         return rotate(keys, cos.unsqueeze(-2), sin.unsqueeze(-2)), values
 
+    def queries(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries (normed, rotated), [..., H, D]. states: [..., d]; cos, sin: [..., D]."""
+        queries = self.q_norm(self._split(self.q_proj(states), self.num_heads))
+        return rotate(queries, cos.unsqueeze(-2), sin.unsqueeze(-2))
+
     def forward(
         self, u: Tensor, context_kv: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, context_mask: Tensor
     ) -> Tensor:
@@ -112,8 +121,8 @@ class DraftAttention(nn.Module):
         never pay for each other's keys.
         """
         block = u.shape[2]
-        queries = rotate(self.q_norm(self._split(self.q_proj(u), self.num_heads)), cos.unsqueeze(-2), sin.unsqueeze(-2))
-        queries = queries.unflatten(3, (self.num_kv_heads, -1)) * self.head_dim**-0.5  # [B, A, G, K, R, D]
+        queries = self.queries(u, cos, sin).unflatten(3, (self.num_kv_heads, -1))  # [B, A, G, K, R, D]
+        queries = queries * self.head_dim**-0.5
         own_keys, own_values = (x.permute(0, 3, 1, 2, 4) for x in self.keys_values(u, cos, sin))  # [B, K, A, G, D]
         keys, values = (x.transpose(1, 2) for x in context_kv)  # [B, K, L, D]
 
@@ -164,3 +173,11 @@ class DraftLayer(nn.Module):
         """[B, A, G, d], as h."""
         h = h + self.dropout(self.self_attn(self.input_layernorm(h), context_kv, cos, sin, context_mask))
         return h + self.dropout(self.mlp(self.post_attention_layernorm(h)))
+
+    def forward_flat(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The same layer in drafting, where the context lies in paged memory: [R, G, d], as h."""
+        attention = self.self_attn
+        u = self.input_layernorm(h)
+        mixed = attend(attention.queries(u, cos, sin), *attention.keys_values(u, cos, sin))
+        h = h + attention.o_proj(mixed.flatten(2))
+        return h + self.mlp(self.post_attention_layernorm(h))

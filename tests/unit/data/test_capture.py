@@ -19,8 +19,8 @@ from dspark.data.capture import (
     refuse_unsupported_head,
     resolve_layer_ids,
 )
-from dspark.data.hidden_states import HiddenStateCapture
 from dspark.data.target_cache import TargetCache, TargetCacheWriter, bytes_of
+from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.targets import TargetConfig, load_target
 from tiny_target import make_tiny_target
 

@@ -46,6 +46,15 @@ def test_all_forms_of_a_prompt_read_alike(tmp_path: Path, row: dict[str, Any]) -
     assert (prompt.id, prompt.messages) == ("a", [{"role": "user", "content": "hi"}])
 
 
+def test_only_the_domains_asked_for_are_kept_and_the_others_counted(tmp_path: Path) -> None:
+    rows = [{"id": str(i), "prompt": f"q{i}", "domain": ("math", "code", "chat")[i % 3]} for i in range(9)]
+    path = str(write_rows(tmp_path / "p.jsonl", rows))
+    sources = [PromptSource(path=path), PromptSource(path=path, id_suffix="~2", domains=("code", "math"), limit=4)]
+    found = read_prompts(sources, seed=0, heldout_fraction=0.0)
+    assert Counter(prompt.domain for prompt in found.prompts if prompt.id.endswith("~2")).keys() <= {"code", "math"}
+    assert (found.num_read, len(found.prompts), found.num_over_limit) == (18, 13, 5)
+
+
 def test_turns_of_a_list_are_user_turns(tmp_path: Path) -> None:
     (prompt,) = read(write_rows(tmp_path / "p.jsonl", [{"turns": ["one", "two"]}])).prompts
     assert [message["role"] for message in prompt.messages] == ["user", "user"]

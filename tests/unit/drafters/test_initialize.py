@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from dspark.data.hidden_states import HiddenStateCapture
+from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter

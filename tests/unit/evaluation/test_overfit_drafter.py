@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dspark.data.hidden_states import HiddenStateCapture
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.checkpoint import load_drafter
+from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.engine.sampling import SamplingParams
 from dspark.evaluation.accepted_length import decode_plain, speculate
 from dspark.targets import TargetConfig, load_target

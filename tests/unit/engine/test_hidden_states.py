@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from dspark.data.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
+from dspark.engine.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.targets import TargetConfig, load_target
 
 
