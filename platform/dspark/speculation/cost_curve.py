@@ -1,0 +1,241 @@
+"""Measured seconds of a step by the tokens in its batch, and of drafting by the requests that are drafted.
+
+Legend: B tokens in the batch of one target step, anchors included.
+"""
+
+import math
+import os
+import platform
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dspark.errors import MissingInput
+from dspark.provenance import folder_lock, read_json, write_json
+
+PROFILE_REMEDY = "run jobs/profile_engine.py on this machine"
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a target step and of drafting, non-decreasing in what they are given.
+
+    batch_tokens: ascending B that were measured; verify_s: seconds of a target step at each.
+    draft_requests, draft_s: the same for drafting a block for so many requests; empty without a neural drafter.
+    buckets: ascending sizes that batches are padded to; empty when shapes are not padded.
+    fingerprint: the hardware and model it holds for, see `hardware_fingerprint`.
+    request_s: seconds that each request of a step costs beside the first, whatever its tokens: its own attention.
+    """
+
+    batch_tokens: tuple[int, ...]
+    verify_s: tuple[float, ...]
+    draft_requests: tuple[int, ...] = ()
+    draft_s: tuple[float, ...] = ()
+    buckets: tuple[int, ...] = ()
+    fingerprint: dict[str, Any] = field(default_factory=dict, hash=False)
+    request_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.batch_tokens:
+            raise ValueError(f"a cost curve needs at least one measured batch size; {PROFILE_REMEDY}")
+        _check_table("batch_tokens", self.batch_tokens, "verify_s", self.verify_s)
+        _check_table("draft_requests", self.draft_requests, "draft_s", self.draft_s)
+        _check_sizes("buckets", self.buckets)
+        if not (math.isfinite(self.request_s) and self.request_s >= 0):
+            raise ValueError(f"request_s is {self.request_s}; it must be a number of seconds, 0 or more")
+
+    @classmethod
+    def measured(
+        cls,
+        verify: Mapping[int, Sequence[float]],
+        draft: Mapping[int, Sequence[float]],
+        *,
+        buckets: Sequence[int] = (),
+        fingerprint: Mapping[str, Any],
+        request_s: float = 0.0,
+    ) -> "CostCurve":
+        """The curve of timed samples: the median at each size, then made non-decreasing.
+
+        verify: B -> seconds of target steps; draft: requests -> seconds of drafting for them.
+        Raises: ValueError for a size without samples or with a time that is not positive.
+        """
+        batch_tokens, verify_s = _medians("verify", verify)
+        draft_requests, draft_s = _medians("draft", draft)
+        return cls(
+            batch_tokens=batch_tokens,
+            verify_s=isotonic(verify_s),
+            draft_requests=draft_requests,
+            draft_s=isotonic(draft_s),
+            buckets=tuple(buckets),
+            fingerprint=dict(fingerprint),
+            request_s=request_s,
+        )
+
+    def verify_seconds(self, tokens: float) -> float:
+        """Seconds of a target step over `tokens`, paid as the bucket that holds them where there are buckets."""
+        return self.smooth_verify_seconds(self.padded_tokens(tokens))
+
+    def smooth_verify_seconds(self, tokens: float) -> float:
+        """The same without buckets: interpolated, the first value below the table, the last slope beyond it."""
+        return float(self.smooth_verify_array(np.float64(tokens)))
+
+    def smooth_verify_array(self, tokens: NDArray[Any] | np.float64) -> NDArray[np.float64]:
+        """`smooth_verify_seconds` of many batch sizes at once."""
+        return _interpolated(tokens, self.batch_tokens, self.verify_s)
+
+    def draft_seconds(self, requests: int) -> float:
+        """Seconds to draft a block for so many requests; 0 for none, or where drafting costs no measured time."""
+        if requests == 0 or not self.draft_requests:
+            return 0.0
+        return float(_interpolated(np.float64(requests), self.draft_requests, self.draft_s))
+
+    def padded_tokens(self, tokens: float) -> float:
+        """Tokens that are computed for a batch of `tokens`: its bucket, or itself beyond the last one."""
+        bucket = bisect_left(self.buckets, tokens)
+        return self.buckets[bucket] if bucket < len(self.buckets) else tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "CostCurve":
+        """Raises: ValueError for a field that is missing or does not fit."""
+        try:
+            return cls(
+                tuple(content["batch_tokens"]),
+                tuple(content["verify_s"]),
+                tuple(content["draft_requests"]),
+                tuple(content["draft_s"]),
+                tuple(content["buckets"]),
+                dict(content["fingerprint"]),
+                float(content.get("request_s", 0.0)),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a cost curve: {type(error).__name__} {error}; {PROFILE_REMEDY}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Put this curve into the file, in place of the one with the same fingerprint if it has one."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with folder_lock(path.parent):  # read, change, write: two machines may share the file
+            kept = [curve for curve in _read_curves(path) if curve.fingerprint != self.fingerprint]
+            write_json(path, [curve.to_dict() for curve in [*kept, self]])
+
+    @classmethod
+    def load(cls, path: str | Path, fingerprint: Mapping[str, Any] | None = None) -> "CostCurve":
+        """The file's curve for this hardware; without a fingerprint the only one it holds.
+
+        Raises: MissingInput when there is none; ValueError for a broken file, or for several and no fingerprint.
+        """
+        curves = _read_curves(Path(path))
+        if not curves:
+            raise MissingInput(f"no cost curve at {path}; {PROFILE_REMEDY}")
+        if fingerprint is None:
+            if len(curves) > 1:
+                raise ValueError(f"{path} holds {len(curves)} cost curves; name the fingerprint of the one to load")
+            return curves[0]
+        for curve in curves:
+            if curve.fingerprint == fingerprint:
+                return curve
+        nearest = min((_differences(curve.fingerprint, fingerprint) for curve in curves), key=len)
+        raise MissingInput(f"no cost curve at {path} for this setting: {'; '.join(nearest)}; {PROFILE_REMEDY}")
+
+
+def hardware_fingerprint(
+    device: torch.device | str, dtype: torch.dtype | str, num_threads: int, target: str
+) -> dict[str, Any]:
+    """What a step's duration depends on beside its batch. num_threads: of torch; target: the model's name."""
+    device = torch.device(device)
+    return {
+        "processor": _processor_name(),
+        "num_cores": os.cpu_count(),
+        "num_threads": num_threads,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": str(torch.__version__),
+        "dtype": str(dtype).removeprefix("torch."),
+        "target": target,
+    }
+
+
+def isotonic(values: Sequence[float]) -> tuple[float, ...]:
+    """The non-decreasing sequence nearest to `values` in squares, by pooling adjacent violators."""
+    pools: list[tuple[float, int]] = []  # mean and size; the means ascend
+    for value in values:
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            left_mean, left_size = pools.pop()
+            mean = (left_mean * left_size + mean * size) / (left_size + size)
+            size += left_size
+        pools.append((mean, size))
+    return tuple(mean for mean, size in pools for _ in range(size))
+
+
+def _interpolated(
+    at: NDArray[Any] | np.float64, points: tuple[int, ...], values: tuple[float, ...]
+) -> NDArray[np.float64]:
+    beyond = np.maximum(at - points[-1], 0.0)
+    return np.asarray(np.interp(at, points, values) + _last_slope(points, values) * beyond)
+
+
+def _last_slope(points: tuple[int, ...], values: tuple[float, ...]) -> float:
+    """Rise per unit at the table's end. Points pooled with the last one are passed over: their slope of 0 is noise."""
+    lower = bisect_left(values, values[-1])
+    return (values[-1] - values[lower - 1]) / (points[-1] - points[lower - 1]) if lower else 0.0
+
+
+def _medians(name: str, samples: Mapping[int, Sequence[float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Sizes ascending, and the median seconds at each."""
+    for size, seconds in samples.items():
+        if not seconds or not all(math.isfinite(second) and second > 0 for second in seconds):
+            raise ValueError(f"{name} samples at {size} are {list(seconds)}; every size needs positive seconds")
+    sizes = sorted(samples)
+    return tuple(sizes), tuple(float(median(samples[size])) for size in sizes)
+
+
+def _check_table(sizes_name: str, sizes: Sequence[int], seconds_name: str, seconds: Sequence[float]) -> None:
+    _check_sizes(sizes_name, sizes)
+    if len(sizes) != len(seconds):
+        raise ValueError(f"{sizes_name} has {len(sizes)} entries and {seconds_name} {len(seconds)}; give one for each")
+    if not all(math.isfinite(second) and second > 0 for second in seconds):
+        raise ValueError(f"{seconds_name} is {list(seconds)}; every entry must be a positive number of seconds")
+    if list(seconds) != sorted(seconds):
+        raise ValueError(f"{seconds_name} is {list(seconds)}, which falls; CostCurve.measured makes it non-decreasing")
+
+
+def _check_sizes(name: str, sizes: Sequence[int]) -> None:
+    ascending = all(left < right for left, right in pairwise(sizes))
+    if not ascending or (sizes and sizes[0] < 1):
+        raise ValueError(f"{name} is {list(sizes)}; it must ascend from 1 or more, each size once")
+
+
+def _read_curves(path: Path) -> list[CostCurve]:
+    if not path.is_file():
+        return []
+    try:
+        content = read_json(path)
+        if not isinstance(content, list):
+            raise ValueError(f"not a list of cost curves but a {type(content).__name__}; {PROFILE_REMEDY}")
+        return [CostCurve.from_dict(entry) for entry in content]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    names = [name for name in sorted(found.keys() | asked.keys()) if found.get(name) != asked.get(name)]
+    return [f"{name} is {found.get(name)!r} there and {asked.get(name)!r} here" for name in names]
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")  # elsewhere, and on Arm, the standard library has to know
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
