@@ -66,13 +66,13 @@ class ShortlistSampler:
         if self.params.temperature == 0:
             return logits.argmax(-1)
         if self.params.top_k is None and self.params.top_p == 1:
-            return _invert(filtered_probs(logits, self.params), uniforms)
+            return invert(filtered_probs(logits, self.params), uniforms)
         width = min(self.shortlist, logits.shape[-1])
         return self._draw_short(logits, uniforms, width)
 
     def _draw_short(self, logits: Tensor, uniforms: Tensor, width: int) -> Tensor:
         token_ids, kept, is_settled = self._shortlist(logits, width)
-        drawn = token_ids.gather(-1, _invert(kept, uniforms)[:, None])[:, 0]
+        drawn = token_ids.gather(-1, invert(kept, uniforms)[:, None])[:, 0]
         unsettled = (~is_settled).nonzero()[:, 0]  # synchronises with the device; the ids are read right after anyway
         if unsettled.numel():
             rows, numbers = logits[unsettled], uniforms[unsettled]
@@ -124,7 +124,7 @@ def _draw_sorted(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Te
     """The same draw over the whole vocabulary in rank order."""
     token_ids = logits.float().sort(dim=-1, descending=True, stable=True).indices
     ranked = filtered_probs(logits, params).gather(-1, token_ids)
-    return token_ids.gather(-1, _invert(ranked, uniforms)[:, None])[:, 0]
+    return token_ids.gather(-1, invert(ranked, uniforms)[:, None])[:, 0]
 
 
 def _cut_at_top_p(ranked_probs: Tensor, top_p: float) -> Tensor:
@@ -135,7 +135,7 @@ def _cut_at_top_p(ranked_probs: Tensor, top_p: float) -> Tensor:
     return ranked_probs.masked_fill(before >= top_p, 0.0)
 
 
-def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Index per row at which the cumulative weight passes `uniform` of the total. weights: [R, N], not normalised."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     goal = uniforms.double()[:, None] * cumulative[:, -1:]

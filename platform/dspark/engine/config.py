@@ -1,0 +1,28 @@
+"""The engine's settings."""
+
+from pydantic import Field
+
+from dspark.config import Config
+
+
+class EngineConfig(Config):
+    """How much runs at once, and how far each step looks ahead."""
+
+    page_size: int = Field(16, ge=1)
+    """Tokens per page of KV memory."""
+    kv_tokens: int = Field(16384, ge=1)
+    """Tokens of KV memory, for all requests together; the target's and the drafter's memory have this length each."""
+    max_running_requests: int = Field(32, ge=1)
+    """Requests in one step; others wait."""
+    max_batch_tokens: int = Field(512, ge=1)
+    """Tokens of one step, prompts being read included: lower it when long prompts make other streams stutter."""
+    max_context_tokens: int | None = Field(None, ge=1)
+    """Prompt and output of one request together; None takes what the target was made for."""
+    verify_length: int | None = Field(None, ge=0)
+    """Draft tokens verified per request and step; None lets the scheduler decide, which needs a cost curve."""
+    probe_every: int = Field(64, ge=1)
+    """Steps after which a request that is not worth drafting for is tried again."""
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.kv_tokens // self.page_size)

@@ -1,0 +1,105 @@
+"""The drafter's side of a step, for many requests at once.
+
+Legend: R requests, G block size, V' draft vocabulary, m captured layers, d hidden size, n new tokens.
+
+    after prefill and after every round    extend(memory, committed ids, features of the stored tokens)
+    before a verification                  propose([…]) -> a whole block per request; the engine cuts it
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dspark.attention.page_pool import PageTable
+from dspark.drafters.base import Drafter
+from dspark.drafters.ngram import NGramDrafter
+from dspark.speculation.proposal import Proposal
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """One request to draft for. anchor_id: its last committed token; max_tokens: at most so many draft tokens."""
+
+    memory: Any
+    anchor_id: int
+    max_tokens: int
+    temperature: float
+    generator: torch.Generator | None
+
+
+class DraftRunner(Protocol):
+    """Drafts for the engine. kind: "dspark", "dflash", "ngram", …, as shown to users."""
+
+    kind: str
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    has_confidence: bool
+
+    def new_memory(self, table: PageTable) -> Any:
+        """What the drafter keeps of one request; `table` says where its pages are."""
+        ...
+
+    def extend(self, memory: Any, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
+        """Take note of newly committed ids, and of the features [n, m*d] of tokens that the target has stored.
+
+        The newest committed token has no features yet: it is stored by the next step.
+        """
+        ...
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """A proposal per request; it may be shorter than asked for."""
+        ...
+
+
+class SequentialDraftRunner:
+    """One request after another through the drafter's own memory: serves any drafter, and is the paged one's twin."""
+
+    def __init__(self, drafter: Drafter, *, kind: str = "sequential", has_confidence: bool = False) -> None:
+        self.kind = kind
+        self.has_confidence = has_confidence
+        self.block_size = drafter.block_size
+        self.target_layer_ids = drafter.target_layer_ids
+        self._drafter = drafter
+
+    def new_memory(self, table: PageTable) -> Any:
+        return self._drafter.new_state()
+
+    def extend(self, memory: Any, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
+        if hidden is not None and hidden.shape[0]:
+            self._drafter.extend_context(memory, hidden)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [
+            self._drafter.propose(
+                request.memory,
+                request.anchor_id,
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                generator=request.generator,
+            )
+            for request in requests
+        ]
+
+
+class NGramDraftRunner:
+    """Prompt lookup: knows the ids alone, costs next to nothing."""
+
+    kind = "ngram"
+    has_confidence = False
+    target_layer_ids: tuple[int, ...] = ()
+
+    def __init__(self, drafter: NGramDrafter) -> None:
+        self.block_size = drafter.block_size
+        self._drafter = drafter
+
+    def new_memory(self, table: PageTable) -> Any:
+        return self._drafter.new_state()
+
+    def extend(self, memory: Any, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
+        self._drafter.extend_ids(memory, committed_ids)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [self._drafter.propose(request.memory, max_tokens=request.max_tokens) for request in requests]

@@ -1,0 +1,294 @@
+"""The engine's loop: choose who drafts, propose, allocate, verify, commit.
+
+Continuous batching over one flat forward pass of sum(1 + l_r) tokens, prompts being read beside it. Lossless: greedy
+output is the target's own, sampled output follows the target's distribution, whatever drafter and lengths.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.attention.flat_batch import FlatBatch
+from dspark.attention.page_pool import PagePool, PageTable
+from dspark.engine.config import EngineConfig
+from dspark.engine.detokenizer import Detokenizer, TokenKinds
+from dspark.engine.draft_runner import DraftRequest, DraftRunner
+from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
+from dspark.engine.output_text import OutputText
+from dspark.engine.policy import SpeculationPolicy
+from dspark.engine.request import GenerationRequest, commit
+from dspark.engine.request_scheduler import RequestScheduler
+from dspark.engine.running import RunningRequest
+from dspark.engine.stats import EngineStats
+from dspark.engine.step import StepOutput, Work, decode, judge, read_prompt
+from dspark.engine.target_runner import TargetOutput, TargetRunner
+from dspark.speculation.calibration import Calibration
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.proposal import Proposal, Verdict
+from dspark.speculation.statistics import Round
+
+
+class Engine:
+    """Serves many requests on one target, with or without a drafter. Not thread-safe: one thread steps it.
+
+    draft_capacity: upper bound on the draft tokens of a step, set from outside (a fleet's lease); None = no bound.
+    """
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        drafts: DraftRunner | None,
+        tokenizer: Any,
+        *,
+        config: EngineConfig,
+        curve: CostCurve | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.config = config
+        self.block_size = 0 if drafts is None else drafts.block_size
+        self.stats = EngineStats()
+        self.policy = SpeculationPolicy(
+            block_size=self.block_size,
+            curve=curve,
+            calibration=calibration,
+            verify_length=config.verify_length,
+            probe_every=config.probe_every,
+            has_confidence=drafts is not None and drafts.has_confidence,
+        )
+        self._target, self._drafts, self._tokenizer = target, drafts, tokenizer
+        self._requests = RequestScheduler(
+            PagePool(target.num_pages),
+            page_size=target.page_size,
+            max_running=config.max_running_requests,
+            num_ahead=self.block_size,
+        )
+        self._prior = PriorEstimate()
+        self._token_kinds = None if tokenizer is None else TokenKinds.of(tokenizer)
+        self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=target.device), None, None)
+
+    @property
+    def draft_capacity(self) -> int | None:
+        return self.policy.capacity
+
+    @draft_capacity.setter
+    def draft_capacity(self, capacity: int | None) -> None:
+        self.policy.capacity = capacity
+
+    @property
+    def drafter_kind(self) -> str:
+        return "none" if self._drafts is None else self._drafts.kind
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """Prompt and output of one request together, at most."""
+        limits = (self.config.max_context_tokens, self._target.max_context_tokens)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests.running or self._requests.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests.waiting)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._requests.pool.num_free
+
+    @property
+    def num_pages(self) -> int:
+        return self._requests.pool.num_pages
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises: ValueError (what, value, remedy) when it can never run."""
+        if not request.prompt_ids:
+            raise ValueError("the prompt is empty; the target needs at least one token to start from")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens is {request.max_tokens}; use 1 or more")
+        limit, length = self.max_context_tokens, len(request.prompt_ids) + request.max_tokens
+        if limit is not None and length > limit:
+            raise ValueError(
+                f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.max_tokens}) make {length}, over "
+                f"the context of {limit}; shorten one of them"
+            )
+        forced = request.verify_length
+        if forced is not None and not 0 <= forced <= self.block_size:
+            raise ValueError(f"verify_length {forced} is outside of the drafter's block; use 0..{self.block_size}")
+        self._requests.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages; an unknown id is a no-op."""
+        if self._requests.release(request_id) is not None:
+            self.stats.finished["abort"] += 1
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """One engine step; [] when there is nothing to do."""
+        started = time.perf_counter()
+        self._requests.admit(self._start)
+        reading, decoding = self._split()
+        if not reading and not decoding:
+            return []
+        prefill_tokens = sum(len(work.piece.token_ids) for work in reading)
+        proposals = self._propose(decoding, self.policy.choose(decoding, prefill_tokens=prefill_tokens))
+        lengths = self._allocate(decoding, proposals, prefill_tokens)
+        works = reading + [
+            decode(running, proposal.first(length))
+            for running, proposal, length in zip(decoding, proposals, lengths, strict=True)
+        ]
+        drafted_at = time.perf_counter()
+        batch = self._target.flatten([work.piece for work in works])
+        verdicts = judge(works, batch, output := self._target.run(batch))
+        verified_at = time.perf_counter()
+        outputs = self._commit(works, verdicts, batch, output)
+        self._count(batch, started, drafted_at, verified_at)
+        return outputs
+
+    def check(self) -> None:
+        """Nothing is lost or held twice; cheap enough to run whenever the engine is idle."""
+        self._requests.check()
+
+    def _start(self, request: GenerationRequest, table: PageTable) -> RunningRequest:
+        generator = None
+        if request.sampling.temperature > 0:
+            generator = torch.Generator(self._target.device)
+            if request.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(request.seed)
+        return RunningRequest(
+            request=request,
+            table=table,
+            memory=None if self._drafts is None else self._drafts.new_memory(table),
+            text=self._new_text(request),
+            generator=generator,
+            estimate=AcceptanceEstimate(self._prior),
+        )
+
+    def _new_text(self, request: GenerationRequest) -> OutputText | None:
+        if self._tokenizer is None:
+            return None
+        detokenizer = Detokenizer(self._tokenizer, kinds=self._token_kinds)
+        return OutputText(detokenizer, request.stop_strings)
+
+    def _split(self) -> tuple[list[Work], list[RunningRequest]]:
+        """Prompt chunks to read beside the decodes, oldest request first, and the requests that decode."""
+        decoding = [r for r in self._requests.running.values() if r.is_prefilled]
+        room = max(self._target.page_size, self.config.max_batch_tokens - len(decoding) * (1 + self.block_size))
+        reading = []
+        for running in self._requests.running.values():
+            if running.is_prefilled or room <= 0:
+                continue
+            reading.append(read_prompt(running, room))
+            room -= len(reading[-1].piece.token_ids)
+        return reading, decoding
+
+    def _propose(self, decoding: Sequence[RunningRequest], wanted: Sequence[int]) -> list[Proposal]:
+        """A proposal per request, empty where none is wanted."""
+        proposals = [self._nothing] * len(decoding)
+        chosen = [i for i, length in enumerate(wanted) if length > 0]
+        for i, running in enumerate(decoding):
+            running.steps_undrafted = 0 if wanted[i] > 0 else running.steps_undrafted + 1
+        if chosen and self._drafts is not None:
+            asked = [
+                DraftRequest(
+                    memory=decoding[i].memory,
+                    anchor_id=decoding[i].anchor_id,
+                    max_tokens=wanted[i],
+                    temperature=decoding[i].request.sampling.temperature,
+                    generator=decoding[i].generator,
+                )
+                for i in chosen
+            ]
+            for i, proposal in zip(chosen, self._drafts.propose(asked), strict=True):
+                proposals[i] = proposal
+        self.stats.decodes += len(decoding)
+        self.stats.drafted += sum(proposal.num_tokens > 0 for proposal in proposals)
+        self.stats.drafted_tokens += sum(proposal.num_tokens for proposal in proposals)
+        return proposals
+
+    def _allocate(
+        self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal], prefill_tokens: int
+    ) -> list[int]:
+        survival = self.policy.survival(decoding, proposals)
+        for running, proposal, row in zip(decoding, proposals, survival, strict=True):
+            if proposal.confidence_logits is not None:
+                running.estimate.observe(row)
+        return self.policy.allocate(decoding, survival, prefill_tokens=prefill_tokens)
+
+    def _commit(
+        self, works: Sequence[Work], verdicts: Sequence[Verdict | None], batch: FlatBatch, output: TargetOutput
+    ) -> list[StepOutput]:
+        outputs = []
+        for i, (work, verdict) in enumerate(zip(works, verdicts, strict=True)):
+            running, table = work.running, work.piece.table
+            first = batch.cu_seqlens_q[i]
+            start, table.num_tokens = table.num_tokens, work.piece.stop
+            if work.proposal is not None and verdict is not None:
+                table.truncate(start + verdict.accepted_length)  # both caches: what was rejected is written over
+            hidden = None if output.hidden is None else output.hidden[first : first + table.num_tokens - start]
+            if verdict is None:
+                self._extend(running, work.piece.token_ids, hidden)
+                self.stats.prompt_tokens += len(work.piece.token_ids)
+                continue
+            outputs.append(self._commit_one(work, verdict, hidden))
+        return outputs
+
+    def _commit_one(self, work: Work, verdict: Verdict, hidden: Tensor | None) -> StepOutput:
+        running, request = work.running, work.running.request
+        ended = commit(
+            [*work.draft_ids[: verdict.num_accepted], verdict.next_id],
+            num_generated=len(running.output_ids),
+            stop_ids=request.stop_ids,
+            max_tokens=request.max_tokens,
+            text=running.text,
+        )
+        running.output_ids += ended.kept
+        done = None
+        if work.proposal is None:
+            self.stats.prompt_tokens += len(work.piece.token_ids)
+        else:
+            done = self._count_round(running, work.proposal, verdict, len(ended.kept))
+        self.stats.output_tokens += len(ended.kept)
+        if ended.finish_reason is None:
+            read = work.piece.token_ids if work.proposal is None else []
+            self._extend(running, [*read, *ended.kept], hidden)
+        else:
+            self._requests.release(request.request_id)
+            self.stats.finished[ended.finish_reason] += 1
+        return StepOutput(
+            request_id=request.request_id,
+            token_ids=ended.kept,
+            text=ended.text,
+            finish_reason=ended.finish_reason,
+            num_prompt_tokens=len(request.prompt_ids),
+            num_output_tokens=len(running.output_ids),
+            round=done,
+        )
+
+    def _count_round(self, running: RunningRequest, proposal: Proposal, verdict: Verdict, num_committed: int) -> Round:
+        logits = None if proposal.confidence_logits is None else proposal.confidence_logits.tolist()
+        self.stats.scheduled_tokens += proposal.num_tokens
+        self.stats.rounds.add_round(proposal.num_tokens, verdict.num_accepted, num_committed, confidence_logits=logits)
+        if logits is None and proposal.num_tokens:
+            running.estimate.update(proposal.num_tokens, verdict.num_accepted)
+        return Round(proposal.num_tokens, verdict.num_accepted, num_committed, logits)
+
+    def _extend(self, running: RunningRequest, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
+        if self._drafts is not None:
+            self._drafts.extend(running.memory, committed_ids, hidden)
+
+    def _count(self, batch: FlatBatch, started: float, drafted_at: float, verified_at: float) -> None:
+        self.stats.steps += 1
+        self.stats.batch_tokens += batch.num_tokens
+        self.stats.draft_s += drafted_at - started
+        self.stats.verify_s += verified_at - drafted_at
+        self.stats.step_s += time.perf_counter() - started

@@ -1,0 +1,180 @@
+"""An engine from what lies on disk: target, drafter, calibration and cost curve, checked against each other."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from dspark.config import build_config
+from dspark.drafters.checkpoint import load_drafter
+from dspark.drafters.ngram import NGramDrafter
+from dspark.engine.config import EngineConfig
+from dspark.engine.draft_runner import DraftRunner, NGramDraftRunner
+from dspark.engine.engine import Engine
+from dspark.engine.hidden_states import check_layer_ids
+from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.target_runner import TargetRunner
+from dspark.errors import Mismatch, MissingInput
+from dspark.provenance import file_sha256, fingerprint, read_json, require_same
+from dspark.speculation.calibration import Calibration
+from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
+from dspark.targets import (
+    TargetConfig,
+    load_target,
+    load_target_config,
+    load_tokenizer,
+    stop_token_ids,
+    target_identity,
+    vocabulary_size,
+)
+
+NGRAM = "ngram"
+DRAFTER_FILES = ("config.json", "model.safetensors", "provenance.json")
+CALIBRATION, COST_CURVE = "calibration.json", "cost_curve.json"
+LENGTH_WITHOUT_CURVE = 3
+
+log = logging.getLogger("dspark.engine")
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine ready to step, and what belongs to it. notes: what a user should know, a line each."""
+
+    engine: Engine
+    target: TargetRunner
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    provenance: dict[str, Any] | None
+    notes: list[str] = field(default_factory=list)
+
+
+def load_engine(
+    target: TargetConfig,
+    drafter: str | None,
+    *,
+    config: EngineConfig,
+    num_threads: int = 1,
+    length_without_curve: int = LENGTH_WITHOUT_CURVE,
+    is_missing_drafter_ok: bool = False,
+) -> LoadedEngine:
+    """drafter: a folder made by jobs/train.py, "ngram" for prompt lookup, or None for plain decoding.
+
+    Its calibration.json and cost_curve.json are used where they are there, unless config.verify_length leaves them
+    nothing to decide; what is missing is said in the notes. A curve is that of this hardware and this number of
+    threads. is_missing_drafter_ok: n-gram speculation instead of an
+    error when the folder holds no drafter.
+    Raises: MissingInput without a drafter; Mismatch when drafter, target and calibration do not belong together.
+    """
+    torch.set_num_threads(num_threads)
+    notes: list[str] = []
+    if drafter not in (None, NGRAM) and is_missing_drafter_ok and not is_drafter_folder(str(drafter)):
+        notes.append(
+            f"no trained drafter at {drafter}: n-gram speculation instead; train one with python jobs/train.py"
+        )
+        drafter = NGRAM
+    tokenizer = load_tokenizer(target)
+    provenance = None if drafter in (None, NGRAM) else check_drafter(str(drafter), target)
+    model: Any = load_target(target)
+    stop_ids = frozenset(stop_token_ids(model.generation_config, tokenizer))
+    model.generation_config = transformers.GenerationConfig()  # what the target recommends is the caller's business
+    drafts = _draft_runner(drafter, model, config)
+    if drafts is not None and drafts.target_layer_ids:
+        check_layer_ids(drafts.target_layer_ids, load_target_config(target).num_hidden_layers)
+    curve, calibration = None, None
+    if provenance is not None and config.verify_length is None:  # a fixed length asks neither
+        curve = _curve(Path(str(drafter)), model, num_threads, target.name, notes)
+        calibration = _calibration(Path(str(drafter)), notes)
+        if drafts is not None and not drafts.has_confidence:
+            notes.append(f"drafter {drafter} has no confidence head: survival is estimated from past rounds")
+    if drafts is not None and curve is None and config.verify_length is None:
+        length = min(length_without_curve, drafts.block_size)
+        notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
+        config = config.with_changes(verify_length=length)
+    runner = TargetRunner(
+        model,
+        vocabulary_size=vocabulary_size(tokenizer),
+        layer_ids=() if drafts is None else drafts.target_layer_ids,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+    )
+    for note in notes:
+        log.warning(note)
+    engine = Engine(runner, drafts, tokenizer, config=config, curve=curve, calibration=calibration)
+    return LoadedEngine(engine, runner, tokenizer, stop_ids, provenance, notes)
+
+
+def plain_twin(loaded: LoadedEngine) -> Engine:
+    """The same target without a drafter, its weights shared, its KV memory its own: what speculation is timed against.
+
+    The two must not step at the same time.
+    """
+    target, config = loaded.target, loaded.engine.config
+    runner = TargetRunner(
+        target.model, vocabulary_size=target.vocabulary_size, num_pages=config.num_pages, page_size=config.page_size
+    )
+    return Engine(runner, None, loaded.tokenizer, config=config.with_changes(verify_length=None))
+
+
+def is_drafter_folder(folder: str | Path) -> bool:
+    """Whether all files of a drafter are there."""
+    return all((Path(folder) / name).is_file() for name in DRAFTER_FILES)
+
+
+def check_drafter(folder: str, target: TargetConfig) -> dict[str, Any]:
+    """The drafter's provenance. Raises: MissingInput when incomplete; Mismatch if trained for another target."""
+    for name in DRAFTER_FILES:
+        if not (Path(folder) / name).is_file():
+            raise MissingInput(f"no complete drafter at {folder} ({name} is missing); make one with jobs/train.py")
+    provenance: dict[str, Any] = read_json(Path(folder) / "provenance.json")
+    remedy = "use it with the target it was trained for, or train one with jobs/train.py"
+    identity = target_identity(target)
+    require_same(f"drafter {folder} and target {target.name}", identity, provenance["target"], remedy=remedy)
+    return provenance
+
+
+def drafter_target(folder: str) -> TargetConfig:
+    """The target a drafter was trained for, as it was loaded then."""
+    if not is_drafter_folder(folder):
+        raise MissingInput(f"no complete drafter at {folder}; make one with jobs/train.py")
+    source = f"{folder}/provenance.json"
+    return build_config(TargetConfig, read_json(Path(folder) / "provenance.json")["target_config"], source=source)
+
+
+def drafter_sha256(folder: str | Path) -> str:
+    """Of the files that decide what a drafter proposes."""
+    return fingerprint([file_sha256(Path(folder) / name) for name in DRAFTER_FILES[:2]])
+
+
+def _draft_runner(drafter: str | None, model: Any, config: EngineConfig) -> DraftRunner | None:
+    if drafter is None:
+        return None
+    if drafter == NGRAM:
+        return NGramDraftRunner(NGramDrafter())
+    # The drafter computes in the target's type: its inputs are the target's own states.
+    loaded = load_drafter(drafter, dtype=model.dtype, device=str(model.device))
+    return PagedDraftRunner(loaded, num_pages=config.num_pages, page_size=config.page_size)
+
+
+def _curve(folder: Path, model: Any, num_threads: int, target: str, notes: list[str]) -> CostCurve | None:
+    wanted = hardware_fingerprint(model.device, model.dtype, num_threads, target)
+    try:
+        return CostCurve.load(folder / COST_CURVE, wanted)
+    except MissingInput as missing:
+        notes.append(str(missing))
+        return None
+
+
+def _calibration(folder: Path, notes: list[str]) -> Calibration | None:
+    if not (folder / CALIBRATION).is_file():
+        notes.append(f"{folder} has no {CALIBRATION}: confidences are used as they are; make it with jobs/calibrate.py")
+        return None
+    calibration = Calibration.load(folder / CALIBRATION)
+    if calibration.drafter_sha256 != drafter_sha256(folder):
+        raise Mismatch(
+            f"{folder}/{CALIBRATION} was fitted for another drafter ({calibration.drafter_sha256}); "
+            "make it again with jobs/calibrate.py"
+        )
+    return calibration

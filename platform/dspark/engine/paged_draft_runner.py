@@ -1,0 +1,209 @@
+"""DSpark and DFlash for many requests at once, their context in paged memory under the target's page tables.
+
+Legend: R requests, G block size, H query heads, K key/value heads, D head width, V' draft vocabulary, d hidden size,
+m captured layers, n context tokens to append.
+
+    position     0 … p-1                   p … p+G-1
+    drafter KV   context: from features    the block's own, written over in every round
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from dspark.attention.kv_cache import LayerShape, PagedKVCache
+from dspark.attention.page_pool import PageTable
+from dspark.attention.paged import attend
+from dspark.drafters.dflash import DFlashDrafter
+from dspark.drafters.drafting import check_length
+from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.layers import Attend
+from dspark.engine.draft_runner import DraftRequest
+from dspark.engine.sampling import invert
+from dspark.speculation.proposal import Proposal
+
+MAX_PENDING_TOKENS = 256  # features of a request that is not drafted for are kept up to here, then stored
+
+
+@dataclass
+class DraftMemory:
+    """A request's context. num_tokens: context tokens stored; pending: features not stored yet, [n, m*d] each."""
+
+    table: PageTable
+    num_tokens: int = 0
+    pending: list[Tensor] = field(default_factory=list)
+    newest_feature: Tensor | None = None
+
+    @property
+    def num_pending(self) -> int:
+        return sum(part.shape[0] for part in self.pending)
+
+
+class PagedDraftRunner:
+    """All requests' blocks in one pass of the backbone; then the sequential head, slot by slot, over all of them."""
+
+    def __init__(self, drafter: DSparkDrafter | DFlashDrafter, *, num_pages: int, page_size: int) -> None:
+        config = drafter.config
+        weight = drafter.backbone.fc.weight
+        self.kind: str = config.architecture
+        self.block_size = config.block_size
+        self.target_layer_ids = config.target_layer_ids
+        self.has_confidence = config.enable_confidence_head
+        self._drafter = drafter
+        self._backbone = drafter.backbone
+        self._window = config.sliding_window
+        self._device = weight.device
+        self._is_whole_vocabulary = config.draft_vocab_size == config.vocab_size
+        shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+        self.kv_cache = PagedKVCache(
+            [shape] * config.num_hidden_layers,
+            num_slots=num_pages * page_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def new_memory(self, table: PageTable) -> DraftMemory:
+        return DraftMemory(table)
+
+    def extend(self, memory: DraftMemory, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
+        """Keep the features; they are stored when the request is drafted for, all requests' in one pass."""
+        if hidden is None or not hidden.shape[0]:
+            return
+        memory.pending.append(hidden)
+        if memory.num_pending > MAX_PENDING_TOKENS:
+            self._store([memory])
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        if not requests:
+            return []
+        for request in requests:
+            check_length(request.max_tokens, self.block_size)
+        self._store([request.memory for request in requests if request.memory.pending])
+        h = self._block_states(requests)
+        return self._draw(requests, h, max(request.max_tokens for request in requests))
+
+    def _store(self, memories: Sequence[DraftMemory]) -> None:
+        """Turn pending features into keys and values of the context, in one pass."""
+        if not memories:
+            return
+        boundaries = [0, *accumulate(memory.num_pending for memory in memories)]
+        features = self._backbone.context_features(torch.cat([part for memory in memories for part in memory.pending]))
+        positions: list[int] = []
+        slots: list[int] = []
+        for memory, (first, last) in zip(memories, pairwise(boundaries), strict=True):
+            stop = memory.num_tokens + last - first
+            positions += range(memory.num_tokens, stop)
+            slots += memory.table.slots(memory.num_tokens, stop)
+            memory.num_tokens = stop
+            memory.newest_feature = features[last - 1]
+            memory.pending = []
+        slot_mapping = torch.tensor(slots, device=self._device)
+        keys_values = self._backbone.context_keys_values(features, torch.tensor(positions, device=self._device))
+        for layer, (keys, values) in enumerate(keys_values):
+            self.kv_cache.write(layer, slot_mapping, keys.transpose(0, 1), values.transpose(0, 1))
+
+    def _block_states(self, requests: Sequence[DraftRequest]) -> Tensor:
+        """[R, G, d]: hidden states of every slot of every block."""
+        memories: list[DraftMemory] = [request.memory for request in requests]
+        newest = [memory.newest_feature for memory in memories]
+        assert all(feature is not None for feature in newest), "a request is drafted for before its context is stored"
+        slots = [s for memory in memories for s in memory.table.slots(memory.num_tokens, self._end(memory))]
+        slot_mapping = torch.tensor(slots, device=self._device)
+        masks = [self._window_mask(memory) for memory in memories]
+
+        def attention_of(layer: int) -> Attend:
+            def run(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+                own = (x.flatten(0, 1).transpose(0, 1) for x in (keys, values))  # [K, R*G, D]
+                self.kv_cache.write(layer, slot_mapping, *own)
+                mixed = []
+                for row, memory, mask in zip(queries, memories, masks, strict=True):
+                    seen = self.kv_cache.read(layer, memory.table, self._first(memory), self._end(memory))
+                    mixed.append(attend(row.transpose(0, 1), *seen, mask, scaling=None).transpose(0, 1))
+                return torch.stack(mixed)
+
+            return run
+
+        return self._backbone.draft_states_flat(
+            torch.tensor([request.anchor_id for request in requests], device=self._device),
+            torch.tensor([memory.num_tokens for memory in memories], device=self._device),
+            torch.stack([feature for feature in newest if feature is not None]),
+            attention_of,
+        )
+
+    def _draw(self, requests: Sequence[DraftRequest], h: Tensor, num_slots: int) -> list[Proposal]:
+        """Left to right through the block, all requests at once. Draws of a request use its own generator alone."""
+        base = self._backbone.base_logits(h[:, :num_slots])  # [R, l, V']
+        sampled = [i for i, request in enumerate(requests) if request.temperature > 0]
+        uniforms = torch.zeros(len(sampled), num_slots, device=self._device)
+        for row, i in enumerate(sampled):  # as many as it asks for, not as many as the longest beside it does
+            num_own, generator = requests[i].max_tokens, requests[i].generator
+            uniforms[row, :num_own] = torch.rand(num_own, generator=generator, device=self._device)
+        scales = torch.tensor([requests[i].temperature for i in sampled], device=self._device).unsqueeze(1)
+        previous = torch.tensor([request.anchor_id for request in requests], device=self._device)
+        columns, embedded_rows, probs = [], [], []
+        bias_weight = self._drafter.bias_weight()
+        for slot in range(num_slots):
+            logits = base[:, slot]
+            if isinstance(self._drafter, DSparkDrafter) and bias_weight is not None:
+                embedded = self._drafter.markov_head.embed(previous)  # type: ignore[union-attr]
+                embedded_rows.append(embedded)
+                logits = logits + (embedded @ bias_weight.T).float()
+            drawn = logits.argmax(dim=-1)
+            if sampled:
+                distribution = torch.softmax(logits[sampled] / scales, dim=-1)
+                drawn[sampled] = invert(distribution, uniforms[:, slot])
+                probs.append(distribution)
+            columns.append(drawn)
+            previous = self._backbone.d2t[drawn]
+        confidence = self._confidence(h[:, :num_slots], embedded_rows)
+        return self._proposals(requests, torch.stack(columns, dim=1), sampled, probs, confidence)
+
+    def _confidence(self, h: Tensor, embedded_rows: list[Tensor]) -> Tensor | None:
+        """[R, l] float32 logits, or None without a head."""
+        if not isinstance(self._drafter, DSparkDrafter) or self._drafter.confidence_head is None:
+            return None
+        return self._drafter.confidence_head(h, torch.stack(embedded_rows, dim=1) if embedded_rows else None)
+
+    def _proposals(
+        self,
+        requests: Sequence[DraftRequest],
+        columns: Tensor,
+        sampled: list[int],
+        probs: list[Tensor],
+        confidence: Tensor | None,
+    ) -> list[Proposal]:
+        token_ids = self._backbone.d2t[columns]
+        rows = dict(zip(sampled, torch.stack(probs, dim=1), strict=True)) if sampled else {}
+        support = None if self._is_whole_vocabulary else self._backbone.d2t
+        return [
+            Proposal(
+                token_ids=token_ids[i],
+                probs=rows.get(i),
+                confidence_logits=None if confidence is None else confidence[i],
+                support=support,
+                columns=columns[i] if support is not None else None,
+            ).first(request.max_tokens)
+            for i, request in enumerate(requests)
+        ]
+
+    def _end(self, memory: DraftMemory) -> int:
+        return memory.num_tokens + self.block_size
+
+    def _first(self, memory: DraftMemory) -> int:
+        """The oldest context position any slot of the block sees: slot 0 sees window - 1 of them."""
+        return 0 if self._window is None else max(0, memory.num_tokens - self._window + 1)
+
+    def _window_mask(self, memory: DraftMemory) -> Tensor | None:
+        """[G, seen]: 0 or -inf; a window narrows the context slot by slot and never the block. None without one."""
+        if self._window is None:
+            return None
+        first = self._first(memory)
+        positions = torch.arange(first, self._end(memory), device=self._device)
+        slots = torch.arange(memory.num_tokens, self._end(memory), device=self._device).unsqueeze(1)
+        hidden = (positions < memory.num_tokens) & (slots - positions >= self._window)
+        dtype = self._backbone.fc.weight.dtype
+        return torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill(hidden, -torch.inf)

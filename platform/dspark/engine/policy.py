@@ -1,0 +1,135 @@
+"""The two decisions of a step, as values: who is drafted for, and how many draft tokens each verifies."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from dspark.engine.running import RunningRequest
+from dspark.speculation.calibration import Calibration, calibrated_survival
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.proposal import Proposal
+
+PROBE_LENGTH = 2  # a drafter without confidences learns about itself only from what is verified
+
+
+class SpeculationPolicy:
+    """Fixed lengths where they are asked for, else what pays by the cost curve.
+
+    Losslessness: the first decision sees past rounds only, the second admits by rank and stops early, so that a
+    token's own content never decides whether it is kept. Source: DSpark §3.2.2, Appendix A; ALGORITHMS §5.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        curve: CostCurve | None,
+        calibration: Calibration | None,
+        verify_length: int | None,
+        probe_every: int,
+        has_confidence: bool,
+    ) -> None:
+        if verify_length is not None and not 0 <= verify_length <= block_size:
+            raise ValueError(f"verify_length {verify_length} is outside of the drafter's block; use 0..{block_size}")
+        if block_size and curve is None and verify_length is None:
+            raise ValueError(
+                "the scheduler needs a cost curve; make one with jobs/profile_engine.py, or set verify_length"
+            )
+        self.block_size = block_size
+        self.curve = curve
+        self.calibration = calibration
+        self.verify_length = verify_length
+        self.probe_every = probe_every
+        self.has_confidence = has_confidence
+        self.capacity: int | None = None
+        self._scheduler = PrefixScheduler()
+
+    def fixed_length(self, running: RunningRequest) -> int | None:
+        """The length this request or the engine is bound to; None when the scheduler decides."""
+        fixed = running.request.verify_length
+        fixed = self.verify_length if fixed is None else fixed
+        return None if fixed is None else self._fitting(running, fixed)
+
+    def choose(self, decoding: Sequence[RunningRequest], *, prefill_tokens: int) -> list[int]:
+        """Draft tokens to ask for, per request; 0 = decode it plainly this step."""
+        fixed = [self.fixed_length(running) for running in decoding]
+        if self.curve is None or all(length is not None for length in fixed):
+            return [length or 0 for length in fixed]
+        limits = [self._fitting(running, self.block_size) for running in decoding]
+        expected = [running.estimate.survival(limit) for running, limit in zip(decoding, limits, strict=True)]
+        chosen = choose_drafting(expected, self.curve, prefill_tokens=prefill_tokens, fixed=fixed)
+        probed = self._is_probe_due(running for running, length in zip(decoding, fixed, strict=True) if length is None)
+        wanted = []
+        for running, length, limit, is_chosen in zip(decoding, fixed, limits, chosen, strict=True):
+            running.is_probed = length is None and not is_chosen and probed and self._is_stale(running)
+            wanted.append(length if length is not None else limit if is_chosen or running.is_probed else 0)
+        return wanted
+
+    def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
+        """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
+        rows: list[list[float]] = [
+            running.estimate.survival(proposal.num_tokens) for running, proposal in zip(drafted, proposals, strict=True)
+        ]
+        for is_greedy in (True, False):
+            group = [
+                i
+                for i, (running, proposal) in enumerate(zip(drafted, proposals, strict=True))
+                if running.is_greedy == is_greedy and proposal.confidence_logits is not None and proposal.num_tokens
+            ]
+            if group:
+                mode = 0.0 if is_greedy else 1.0
+                temperatures = None if self.calibration is None else self.calibration.for_mode(mode)
+                for i, row in zip(group, self._from_confidence(proposals, group, temperatures), strict=True):
+                    rows[i] = row
+        return rows
+
+    def allocate(
+        self,
+        decoding: Sequence[RunningRequest],
+        survival: Sequence[Sequence[float]],
+        *,
+        prefill_tokens: int,
+    ) -> list[int]:
+        """Draft tokens to verify, per request. survival: a row per request, as long as its proposal."""
+        fixed = [self._bound_length(running) for running in decoding]
+        bound = [None if f is None else min(f, len(row)) for f, row in zip(fixed, survival, strict=True)]
+        if self.curve is None:
+            return [length or 0 for length in bound]
+        num_drafted = sum(1 for row in survival if row)
+        return self._scheduler.allocate(
+            survival,
+            self.curve,
+            prefill_tokens=prefill_tokens,
+            draft_s=self.curve.draft_seconds(num_drafted),
+            capacity=self.capacity,
+            fixed=bound,
+        )
+
+    def _bound_length(self, running: RunningRequest) -> int | None:
+        """The fixed length, or that of a probe; both are known before anything is drawn."""
+        if running.is_probed and not self.has_confidence:
+            return PROBE_LENGTH
+        return self.fixed_length(running)
+
+    def _fitting(self, running: RunningRequest, length: int) -> int:
+        return max(0, min(length, running.room, self.block_size))
+
+    def _is_stale(self, running: RunningRequest) -> bool:
+        return 2 * running.steps_undrafted >= self.probe_every
+
+    def _is_probe_due(self, open_ones: Iterable[RunningRequest]) -> bool:
+        """Stale requests are probed together: a pass of the drafter costs nearly the same for one as for all."""
+        return any(running.steps_undrafted >= self.probe_every for running in open_ones)
+
+    def _from_confidence(
+        self, proposals: Sequence[Proposal], group: Sequence[int], temperatures: tuple[float, ...] | None
+    ) -> list[list[float]]:
+        """Rows of the group's proposals, all in one tensor operation."""
+        logits = torch.zeros(len(group), max(proposals[i].num_tokens for i in group))
+        for row, i in zip(logits, group, strict=True):
+            confidence = proposals[i].confidence_logits
+            assert confidence is not None
+            row[: confidence.numel()] = confidence
+        survival = calibrated_survival(logits, temperatures).tolist()
+        return [values[: proposals[i].num_tokens] for values, i in zip(survival, group, strict=True)]

@@ -1,0 +1,169 @@
+"""What the engine samples follows the target's distribution, whatever drafter, company and scheduler."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dspark.engine.draft_runner import SequentialDraftRunner
+from dspark.engine.sampling import SamplingParams, filtered_probs
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.prefix_scheduler import PrefixScheduler
+from dspark.speculation.proposal import Proposal
+from scripted_drafters import FixedDistributionDrafter
+from tiny_engine import ids_of, make_engine, request, run
+
+VOCABULARY = 8
+PROMPT = [0, 3, 1]
+
+
+def toy_target(*, initializer_range: float = 0.7, vocab_size: int = VOCABULARY) -> Any:
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=initializer_range,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def misfit(model: Any, outputs: Sequence[list[int]], sampling: SamplingParams) -> tuple[float, int]:
+    """(p of a chi-square test, draws): do tokens follow the exact conditional distributions of their own prefixes?
+
+    Per token before, d = sum of one-hot(drawn) - p over all draws has covariance C = sum of diag(p) - p p^T, so that
+    d' C^+ d is chi-square with rank(C) degrees; the sum over the tokens before is one with all their degrees.
+    """
+    excess = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    covariance = torch.zeros(VOCABULARY, VOCABULARY, VOCABULARY, dtype=torch.float64)
+    num_draws = 0
+    with torch.no_grad():
+        rows = model(torch.tensor([PROMPT + ids for ids in outputs])).logits[:, len(PROMPT) - 1 : -1]
+    probs = filtered_probs(rows, sampling).double()
+    for ids, distributions in zip(outputs, probs, strict=True):
+        for before, drawn, p in zip([PROMPT[-1], *ids], ids, distributions, strict=False):
+            assert p[drawn] > 0, "a token outside of the target's filters was output"
+            excess[before] -= p
+            excess[before, drawn] += 1
+            covariance[before] += torch.diag(p) - torch.outer(p, p)
+            num_draws += 1
+    statistic, degrees = 0.0, 0
+    for d, c in zip(excess, covariance, strict=True):
+        inverse = torch.linalg.pinv(c, rtol=1e-9, hermitian=True)
+        statistic += float(d @ inverse @ d)
+        degrees += int(torch.linalg.matrix_rank(c, rtol=1e-9, hermitian=True))
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2))), num_draws
+
+
+def sample_outputs(model: Any, engine: Any, sampling: SamplingParams, *, num: int, max_tokens: int) -> list[list[int]]:
+    asked = [request(PROMPT, str(i), sampling=sampling, seed=i, max_tokens=max_tokens) for i in range(num)]
+    outputs = [ids_of(found) for found in run(engine, asked).values()]
+    model.set_attn_implementation("sdpa")
+    return outputs
+
+
+FAR = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.04, 0.03, 0.02, 0.01])
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=1.0), SamplingParams(temperature=1.3, top_p=0.8, top_k=6)]
+)
+def test_sampled_tokens_follow_the_filtered_target(concurrency, sampling):
+    model = toy_target()
+    drafts = SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=3))
+    engine = make_engine(model, drafts, max_running_requests=concurrency)
+    outputs = sample_outputs(model, engine, sampling, num=400, max_tokens=50)
+    p, num_draws = misfit(model, outputs, sampling)
+    assert num_draws == 20_000
+    assert p > 0.001
+    assert 0.05 < engine.stats.rounds.conditional_acceptance[0] < 0.95
+
+
+def test_the_fit_notices_a_sampler_that_accepts_too_much():
+    model = toy_target()
+    outputs = torch.multinomial(FAR.expand(100, -1), 50, replacement=True).tolist()
+    assert misfit(model, outputs, SamplingParams(temperature=1.0))[0] < 1e-6
+
+
+def test_acceptance_is_the_overlap_of_both_distributions():
+    """Sum of min(p, q) over the tokens, within 2 % (B36)."""
+    model = toy_target()
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    engine = make_engine(model, SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=1)))
+    outputs = sample_outputs(model, engine, sampling, num=400, max_tokens=30)
+    with torch.no_grad():
+        rows = model(torch.tensor([PROMPT + ids for ids in outputs])).logits
+    # The first token came with the prompt, and the last has no room for a draft.
+    probs = filtered_probs(rows[:, len(PROMPT) : -2], sampling)
+    expected = float(torch.minimum(probs, FAR).sum(-1).mean())
+    # Rounds start more often after rejections, so the mean over all places is near to, not equal to, that over rounds.
+    assert engine.stats.rounds.conditional_acceptance[0] == pytest.approx(expected, abs=0.02)
+
+
+def test_temperature_one_draws_every_token_and_a_narrow_nucleus_only_the_top_one():
+    model = toy_target(initializer_range=0.2)
+    engine = make_engine(model, SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=3)))
+    wide = sample_outputs(model, engine, SamplingParams(temperature=1.0), num=10, max_tokens=60)
+    assert {token_id for ids in wide for token_id in ids} == set(range(VOCABULARY))
+    engine = make_engine(model, SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=3)))
+    narrow = sample_outputs(model, engine, SamplingParams(temperature=1.0, top_p=0.01), num=3, max_tokens=20)
+    engine = make_engine(model)
+    assert {tuple(ids) for ids in narrow} == {tuple(ids_of(run(engine, [request(PROMPT, max_tokens=20)])["0"]))}
+
+
+# The paper's Appendix A: p_t = (.7, .3) over {A, B}, p_d = (.5, .5), c_1 = .8, c_2 = .9 after A and 0 after B, steps
+# per second 1, .5, .45 at 1, 2, 3 tokens. A is tokens 0-6 of a target that is uniform over 10, B is tokens 7-9.
+
+STAIRS = CostCurve((1, 2, 3), (1.0, 1 / 0.5, 1 / 0.45))
+
+
+class AppendixDrafter(FixedDistributionDrafter):
+    """Draws A and B with one half each; its second confidence depends on the first token."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tensor([0.5 / 7] * 7 + [0.5 / 3] * 3), block_size=2)
+
+    def propose(self, state: Any, anchor_id: int, **options: Any) -> Proposal:
+        drawn = super().propose(state, anchor_id, **options)
+        second = 0.9 if int(drawn.token_ids[0]) < 7 else 1e-6
+        confidence = torch.logit(torch.tensor([0.8, second], dtype=torch.float64))[: drawn.num_tokens]
+        return Proposal(drawn.token_ids, drawn.probs, confidence)
+
+
+def retrospective(self: Any, survival: Any, curve: CostCurve, **options: Any) -> list[int]:
+    """What must not be done: the best length in the light of the whole block."""
+    if not survival:  # the prompt is read
+        return []
+    (row,) = survival
+    rates = [(1 + sum(row[:n])) / (curve.verify_seconds(1 + n) + options["draft_s"]) for n in range(len(row) + 1)]
+    return [max(range(len(rates)), key=lambda n: rates[n])]
+
+
+def frequency_of_a(num: int) -> float:
+    model = toy_target(vocab_size=10)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()  # every token equally likely
+    drafts = SequentialDraftRunner(AppendixDrafter(), has_confidence=True)
+    engine = make_engine(model, drafts, curve=STAIRS, probe_every=1)
+    sampling = SamplingParams(temperature=1.0)
+    asked = [request(PROMPT, str(i), sampling=sampling, seed=i, max_tokens=5) for i in range(num)]
+    outputs = [ids_of(run(engine, [one])[one.request_id]) for one in asked]  # one at a time: R = 1
+    assert engine.stats.drafted >= num
+    return sum(ids[2] < 7 for ids in outputs) / num  # the first token of the first drafted round
+
+
+def test_the_papers_appendix_a_gives_seven_tenths_and_not_more():
+    assert frequency_of_a(1500) == pytest.approx(0.7, abs=0.045)  # four standard deviations
+
+
+def test_searching_the_whole_block_would_give_more(monkeypatch):
+    monkeypatch.setattr(PrefixScheduler, "allocate", retrospective)
+    assert frequency_of_a(700) == pytest.approx(0.85, abs=0.055)

@@ -1,0 +1,76 @@
+"""Text comes out in whole characters and ends before the stop string, with ids, usage and counters cut alike."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from dspark.engine.draft_runner import SequentialDraftRunner
+from scripted_drafters import ScriptedDrafter
+from tiny_engine import PROMPTS, greedy_continuations, ids_of, load, make_engine, request, run
+
+NUM_NEW = 40
+BLOCK_SIZE = 7
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target: Path) -> Any:
+    return load(tiny_target)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(tiny_target)
+
+
+@pytest.fixture(scope="module")
+def continuation(tiny_target: Path) -> list[int]:
+    return greedy_continuations(load(tiny_target), PROMPTS[:1], NUM_NEW + BLOCK_SIZE + 1)[0]
+
+
+def outputs_of(model: Any, tokenizer: Any, continuation: list[int], *, num_right: int = 99, **options: Any) -> Any:
+    """One request decoded with a drafter that is right `num_right` times in each block; with the engine."""
+    drafter = ScriptedDrafter(PROMPTS[0] + continuation, block_size=BLOCK_SIZE, num_right=num_right)
+    engine = make_engine(model, SequentialDraftRunner(drafter), tokenizer=tokenizer)
+    return engine, run(engine, [request(PROMPTS[0], **{"max_tokens": NUM_NEW} | options)])["0"]
+
+
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 99])
+def test_the_pieces_are_the_whole_text(model, tokenizer, continuation, num_right):
+    _, outputs = outputs_of(model, tokenizer, continuation, num_right=num_right)
+    assert "".join(output.text for output in outputs) == decoded(tokenizer, continuation[:NUM_NEW])
+
+
+@pytest.mark.parametrize("position", range(2, 20))
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+def test_a_stop_string_cuts_text_ids_and_counters_wherever_it_ends(
+    model, tokenizer, continuation, position, num_tokens
+):
+    whole = decoded(tokenizer, continuation[:NUM_NEW])
+    stop = decoded(tokenizer, continuation[position : position + num_tokens])
+    if not stop or "�" in stop:
+        pytest.skip("these tokens are no whole characters")
+    engine, outputs = outputs_of(model, tokenizer, continuation, stop_strings=(stop,))
+    text, ids = "".join(output.text for output in outputs), ids_of(outputs)
+    assert text == whole[: whole.index(stop)]
+    assert outputs[-1].finish_reason == "stop"
+    assert ids == continuation[: len(ids)]
+    assert stop in decoded(tokenizer, ids)
+    assert stop not in decoded(tokenizer, ids[:-1])
+    assert outputs[-1].num_output_tokens == len(ids) == engine.stats.output_tokens
+    assert sum(output.round.num_committed for output in outputs if output.round) == len(ids) - 1
+    _, plain = outputs_of(model, tokenizer, continuation, num_right=0, stop_strings=(stop,))
+    assert ("".join(output.text for output in plain), ids_of(plain)) == (text, ids)
+
+
+def test_a_stop_token_has_no_text(model, tokenizer, continuation):
+    stop_id = continuation[6]
+    first = continuation.index(stop_id)
+    _, outputs = outputs_of(model, tokenizer, continuation, stop_ids=frozenset({stop_id}))
+    assert ids_of(outputs) == continuation[: first + 1]
+    assert "".join(output.text for output in outputs) == decoded(tokenizer, continuation[:first])

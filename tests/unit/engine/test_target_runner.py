@@ -1,0 +1,111 @@
+"""Targets of several architectures compute on paged attention what they compute by themselves; others are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dspark.attention.flat_batch import Piece
+from dspark.attention.page_pool import PageTable
+from dspark.engine.hidden_states import HiddenStateCapture
+from dspark.engine.target_runner import TargetRunner
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL | changes)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+FITTING = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral with a window": ("Mistral", {"sliding_window": 6}),
+    "mixture of experts": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), FITTING.values(), ids=FITTING)
+def test_logits_and_features_are_the_models_own(name, changes):
+    alone, model = model_of(name, **changes), model_of(name, **changes)
+    runner = TargetRunner(model, vocabulary_size=60, layer_ids=(-1, 1), num_pages=24, page_size=4)
+    texts = [
+        torch.randint(60, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (14, 5)
+    ]
+    tables = [PageTable([5, 3, 4, 9], 4), PageTable([6, 7], 4)]
+    parts = [[], []]
+    for cuts in ((0, 6, 0, 1), (6, 7, 1, 4), (7, 14, 4, 5)):
+        pieces = [
+            Piece(table, text[first:last], num_logits=last - first)
+            for table, text, first, last in zip(tables, texts, cuts[::2], cuts[1::2], strict=True)
+        ]
+        batch = runner.flatten(pieces)
+        output = runner.run(batch)
+        for i, piece in enumerate(pieces):
+            rows = slice(batch.cu_seqlens_q[i], batch.cu_seqlens_q[i + 1])
+            parts[i].append((output.logits[rows], output.hidden[rows]))
+            tables[i].num_tokens = piece.stop
+    for text, found in zip(texts, parts, strict=True):
+        with torch.no_grad(), HiddenStateCapture(alone, (-1, 1)) as capture:
+            expected = alone(torch.tensor([text])).logits[0]
+            hidden = capture.hidden()[0]
+        torch.testing.assert_close(torch.cat([logits for logits, _ in found]), expected, atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(torch.cat([states for _, states in found]), hidden, atol=2e-4, rtol=1e-3)
+
+
+REFUSED = {
+    "soft-capped attention": ("Gemma2", {"head_dim": 8}, "softcap"),
+    "convolution layers": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM"),
+    "attention sinks": (
+        "GptOss",
+        {"num_local_experts": 2, "head_dim": 8, "num_experts_per_tok": 1},
+        "GptOssForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_target_it_cannot_compute_is_refused_by_name(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        TargetRunner(model_of(name, **changes), vocabulary_size=60, num_pages=24, page_size=4)
+
+
+def test_a_model_that_computes_something_else_is_refused_with_the_difference(monkeypatch):
+    monkeypatch.setattr("dspark.attention.paged.causal_mask", lambda *a, **o: None)
+    with pytest.raises(ValueError, match="computes something else on paged attention"):
+        TargetRunner(model_of("Llama"), vocabulary_size=60, num_pages=24, page_size=4)
+
+
+def test_padding_ids_have_no_probability():
+    runner = TargetRunner(model_of("Llama"), vocabulary_size=50, num_pages=24, page_size=4)
+    output = runner.run(runner.flatten([Piece(PageTable([0], 4), [1, 2], num_logits=2)]))
+    assert torch.isinf(output.logits[:, 50:]).all()
+    assert torch.isfinite(output.logits[:, :50]).all()
+    assert output.hidden is None
+
+
+def test_two_runners_share_a_model_one_with_and_one_without_features():
+    model = model_of("Llama")
+    with_features = TargetRunner(model, vocabulary_size=60, layer_ids=(0,), num_pages=24, page_size=4)
+    without = TargetRunner(model, vocabulary_size=60, num_pages=24, page_size=4)
+    for runner, has_features in ((with_features, True), (without, False), (with_features, True)):
+        output = runner.run(runner.flatten([Piece(PageTable([0], 4), [1, 2], num_logits=1)]))
+        assert (output.hidden is not None) == has_features
