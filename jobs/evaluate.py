@@ -4,53 +4,76 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import runner
-from dspark.data.prompts import read_prompts
-from dspark.errors import DsparkError
+from dspark.data.prompts import Prompt, read_prompts
+from dspark.errors import DsparkError, one_line
 from dspark.evaluation.config import EvaluateConfig
+from dspark.evaluation.engine_worker import EngineWorker
 from dspark.evaluation.planning import Subject, WorkItem, open_subject, plan_work, select_prompts, split_done
 from dspark.evaluation.summary import format_table, summarize
 from dspark.evaluation.worker import EvaluationWorker
 from dspark.provenance import git_revision, read_json, write_json
 
 ROLLOUTS, METRICS = "rollouts.jsonl", "metrics.json"
+MAX_DEATHS = 2  # of one worker; its items go to a new process
 
 log = logging.getLogger("dspark.evaluate")
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is to be decoded, and the rows of earlier runs that count. counts: rows read, kept and left out."""
+
+    subject: Subject
+    prompts: list[Prompt]
+    items: list[WorkItem]
+    done: list[dict[str, Any]]
+    to_do: list[WorkItem]
+    counts: dict[str, Any]
+
+
 def run(config: EvaluateConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Measure what is not measured yet; returns the accepted lengths."""
-    prompt_set = read_prompts(config.sources, seed=config.seed, heldout_fraction=config.heldout_fraction)
-    prompts, left_out = select_prompts(prompt_set, config)
-    subject = open_subject(config)
+    plan = make_plan(config, fresh=fresh and not dry_run, outputs=(METRICS,))
     output = Path(config.output).resolve()
-    if fresh and not dry_run:
-        for name in (ROLLOUTS, METRICS):
-            (output / name).unlink(missing_ok=True)
-    rows = read_rows(output / ROLLOUTS)
-    done, to_do = split_done(plan_work(config, subject, prompts), rows)
-    num_turns = sum(prompt.num_turns for prompt in prompts)
-    counts = {"read": prompt_set.num_read, "prompts": len(prompts), "turns": num_turns, "left_out": left_out}
-    _print_plan(config, counts, done=len(done), to_do=len(to_do))
+    print_plan("evaluation", config, plan)
     if dry_run:
-        return {"stage": "evaluate", "output": config.output, "dry_run": True, "to_do": len(to_do)} | counts
-    if not to_do and (output / METRICS).is_file():
+        return {"stage": "evaluate", "output": config.output, "dry_run": True, "to_do": len(plan.to_do)} | plan.counts
+    if not plan.to_do and (output / METRICS).is_file():
         log.info("every prompt is measured in %s", output)
         earlier = read_json(output / METRICS)["speed"]
-        return _finish(config, subject, counts, done, output, speed=earlier) | {"skipped": True}
-    with runner.track(config, "evaluate", drafter=subject.drafter) as tracked:
+        return _finish(config, plan, plan.done, output, speed=earlier) | {"skipped": True}
+    with runner.track(config, "evaluate", drafter=plan.subject.drafter) as tracked:
         started = time.monotonic()
-        measured = _measure(config, subject, to_do, output / ROLLOUTS)
-        speed = _speed(measured, time.monotonic() - started)
-        result = _finish(config, subject, counts, done + measured, output, speed=speed)
+        measured = measure(config, plan)
+        speed = speed_of(measured, time.monotonic() - started)
+        result = _finish(config, plan, plan.done + measured, output, speed=speed)
         tracked.log_metrics(dict(_flat_metrics(result)), step=0)
         for name in (METRICS, ROLLOUTS):
             tracked.log_artifact(output / name)
     return result
+
+
+def make_plan(config: EvaluateConfig, *, fresh: bool, outputs: Sequence[str] = ()) -> Plan:
+    """Read prompts and earlier rows. fresh: these and the other `outputs` in the folder are removed first."""
+    prompt_set = read_prompts(config.sources, seed=config.seed, heldout_fraction=config.heldout_fraction)
+    prompts, left_out = select_prompts(prompt_set, config)
+    subject = open_subject(config)
+    output = Path(config.output).resolve()
+    if fresh:
+        for name in (ROLLOUTS, *outputs):
+            (output / name).unlink(missing_ok=True)
+    items = plan_work(config, subject, prompts)
+    done, to_do = split_done(items, read_rows(output / ROLLOUTS))
+    num_turns = sum(prompt.num_turns for prompt in prompts)
+    counts = {"read": prompt_set.num_read, "prompts": len(prompts), "turns": num_turns, "left_out": left_out}
+    return Plan(subject, prompts, items, done, to_do, counts)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -65,44 +88,96 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _measure(config: EvaluateConfig, subject: Subject, items: list[WorkItem], path: Path) -> list[dict[str, Any]]:
-    """Run the items; each row is on disk before the next one is waited for."""
+def measure(config: EvaluateConfig, plan: Plan) -> list[dict[str, Any]]:
+    """Rows of what is to do; each is on disk before the next one is waited for."""
+    path = Path(config.output).resolve() / ROLLOUTS
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     with open(path, "a", encoding="utf-8") as stream:
-        for row in _results(config, subject, items):
+        for row in _results(config, plan.subject, plan.to_do):
             stream.write(json.dumps(row) + "\n")
             stream.flush()
             rows.append(row)
-            log.info("%d of %d: %s, %s", len(rows), len(items), row["id"], row["error"] or row["mode"])
+            log.info("%d of %d: %s, %s", len(rows), len(plan.to_do), row["id"], row["error"] or row["mode"])
     return rows
 
 
-def _results(config: EvaluateConfig, subject: Subject, items: list[WorkItem]) -> Iterator[dict[str, Any]]:
+def _results(config: EvaluateConfig, subject: Subject, items: Sequence[WorkItem]) -> Iterator[dict[str, Any]]:
+    """Rows as conversations end. Each worker is kept full: it gets as many items as it gave rows back."""
     import ray  # heavy, and not needed for --dry-run
 
     if not items:
         return
     runner.start_ray()
+    is_engine = config.through == "engine"
+    num_at_once = config.concurrency if is_engine else 1
     num_gpus = runner.gpus_per_worker(config.gpus_per_worker)
-    # A worker that dies is started again, with the item it was at.
-    actor: Any = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=2, max_task_retries=2)(EvaluationWorker)
-    workers = [actor.remote(config, subject) for _ in range(min(config.num_workers, len(items)))]
+    actor: Any = ray.remote(num_cpus=1, num_gpus=num_gpus)(EngineWorker if is_engine else EvaluationWorker)
+    hands = [_Hand(lambda: actor.remote(config, subject)) for _ in range(min(config.num_workers, len(items)))]
+    waiting = deque(items)
+    share = min(num_at_once, -(-len(items) // len(hands)))  # few items are spread over all workers
+    calls = {hand.give(_take(waiting, share)): hand for hand in hands}
     try:
-        yield from ray.util.ActorPool(workers).map_unordered(lambda worker, item: worker.evaluate.remote(item), items)
+        while calls:
+            (call, *_), _ = ray.wait(list(calls))
+            hand = calls.pop(call)
+            rows, lost = hand.receive(call)
+            yield from rows
+            waiting.extendleft(reversed(lost))
+            more = _take(waiting, num_at_once - len(hand.items))
+            if more or hand.items:
+                calls[hand.give(more)] = hand
     finally:
-        for worker in workers:
-            ray.kill(worker)
+        for hand in hands:
+            hand.kill()
+
+
+def _take(waiting: deque[WorkItem], number: int) -> list[WorkItem]:
+    return [waiting.popleft() for _ in range(min(number, len(waiting)))]
+
+
+class _Hand:
+    """One worker process and the items it has. When it dies another takes its place, and its items are handed back."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self.items: dict[tuple[str, str], WorkItem] = {}
+        self._start = start
+        self._actor = start()
+        self._num_deaths = 0
+
+    def give(self, items: Sequence[WorkItem]) -> Any:
+        """The call that answers with the next rows of all the worker has."""
+        self.items |= {(item.prompt.id, item.mode.name): item for item in items}
+        return self._actor.advance.remote(items)
+
+    def receive(self, call: Any) -> tuple[list[dict[str, Any]], list[WorkItem]]:
+        """(rows, items that were lost with the process). Raises what the worker raised, or its death when too many."""
+        import ray  # heavy, and loaded by whoever asks
+
+        try:
+            rows = ray.get(call)
+        except ray.exceptions.RayActorError as death:
+            self._num_deaths += 1
+            if death.actor_init_failed or self._num_deaths > MAX_DEATHS:
+                raise
+            log.warning("a worker died with %d items, another takes its place: %s", len(self.items), one_line(death))
+            self.kill()
+            self._actor = self._start()
+            lost = list(self.items.values())
+            self.items = {}
+            return [], lost
+        for row in rows:
+            del self.items[row["id"], row["mode"]]
+        return rows, []
+
+    def kill(self) -> None:
+        import ray  # heavy, and loaded by whoever asks
+
+        ray.kill(self._actor)
 
 
 def _finish(
-    config: EvaluateConfig,
-    subject: Subject,
-    counts: dict[str, Any],
-    rows: list[dict[str, Any]],
-    output: Path,
-    *,
-    speed: dict[str, float],
+    config: EvaluateConfig, plan: Plan, rows: list[dict[str, Any]], output: Path, *, speed: dict[str, float]
 ) -> dict[str, Any]:
     """Write the figures, print the table. Raises: DsparkError when a mode has no prompt that went well."""
     rows = sorted(rows, key=lambda row: (row["mode"], row["id"]))  # not by who finished first
@@ -113,9 +188,9 @@ def _finish(
             raise DsparkError(f"no prompt could be measured in mode {mode!r}: {reason}")
     metrics |= {
         "config": config.model_dump(mode="json"),
-        "target": subject.identity | {"dtype": subject.target.dtype},
-        "drafter": {"folder": config.drafter, "sha256": subject.drafter_sha256},
-        "counts": counts,
+        "target": plan.subject.identity | {"dtype": plan.subject.target.dtype},
+        "drafter": {"folder": config.drafter, "sha256": plan.subject.drafter_sha256},
+        "counts": plan.counts,
         "speed": speed,
         "git_revision": git_revision(),
     }
@@ -131,7 +206,7 @@ def _finish(
     return {
         "stage": "evaluate",
         "output": config.output,
-        **counts,
+        **plan.counts,
         "failed": {mode: sum(content["failed"].values()) for mode, content in metrics["modes"].items()},
         "accepted_length": lengths,
         "speedup": {mode: figures["speedup"] for mode, figures in overall.items()},
@@ -141,7 +216,7 @@ def _finish(
     }
 
 
-def _speed(measured: list[dict[str, Any]], seconds: float) -> dict[str, float]:
+def speed_of(measured: list[dict[str, Any]], seconds: float) -> dict[str, float]:
     """Wall time of this run, and tokens output in it."""
     tokens = sum(len(turn["output_ids"]) for row in measured for turn in row["turns"])
     return {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1) if tokens else 0.0}
@@ -156,11 +231,12 @@ def _flat_metrics(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{mode}/speedup", result["speedup"][mode]
 
 
-def _print_plan(config: EvaluateConfig, counts: dict[str, Any], *, done: int, to_do: int) -> None:
-    modes = ", ".join(mode.name for mode in config.modes)
+def print_plan(what: str, config: EvaluateConfig, plan: Plan) -> None:
+    """What will be decoded, and what was left out for which reason."""
+    counts, modes = plan.counts, ", ".join(mode.name for mode in config.modes)
     print(
-        f"evaluation: {counts['prompts']:,} prompts of {counts['read']:,} rows, {counts['turns']:,} turns, "
-        f"modes {modes}; {done:,} results are there, {to_do:,} to measure, "
+        f"{what}: {counts['prompts']:,} prompts of {counts['read']:,} rows, {counts['turns']:,} turns, "
+        f"modes {modes}; {len(plan.done):,} results are there, {len(plan.to_do):,} to measure, "
         f"at most {counts['turns'] * len(config.modes) * config.max_new_tokens:,} tokens"
     )
     for reason, count in sorted(counts["left_out"].items()):

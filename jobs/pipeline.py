@@ -1,42 +1,66 @@
-"""Run the whole loop: generate, cache, train, evaluate; then the summary table and the report."""
+"""Run the whole loop: from prompts to a served, speculating model; then the summary table and the report."""
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import ask
+import benchmark
 import cache
+import calibrate
 import evaluate
 import generate
+import profile_engine
 import runner
 import train
 from dspark.config import Config, load_config
 from dspark.data.answers import GenerateConfig
 from dspark.data.capture import CacheConfig
 from dspark.errors import Mismatch, MissingInput
-from dspark.evaluation.config import EvaluateConfig
+from dspark.evaluation.config import CalibrateConfig, EvaluateConfig
+from dspark.evaluation.load import BenchmarkConfig
+from dspark.evaluation.profiling import ProfileConfig
+from dspark.evaluation.questions import AskConfig
 from dspark.evaluation.report import write_report
 from dspark.provenance import read_json, write_json
+from dspark.serving.deployment_file import DeploymentFile
 from dspark.training.config import TrainConfig
 from dspark.training.progress import read_history
 
 log = logging.getLogger("dspark.pipeline")
 
-Stage = Literal["generate", "cache", "train", "evaluate"]
+Stage = Literal["generate", "cache", "train", "evaluate", "calibrate", "profile_engine", "benchmark", "ask"]
 STAGES: dict[str, tuple[type[Config], Any]] = {
     "generate": (GenerateConfig, generate.run),
     "cache": (CacheConfig, cache.run),
     "train": (TrainConfig, train.run),
     "evaluate": (EvaluateConfig, evaluate.run),
+    "calibrate": (CalibrateConfig, calibrate.run),
+    "profile_engine": (ProfileConfig, profile_engine.run),
+    "benchmark": (BenchmarkConfig, benchmark.run),
+    "ask": (AskConfig, ask.run),
 }
+
+# Which stage reads, under which key, the folder that which stage writes.
+JOINTS = (
+    ("cache", "answers", "generate"),
+    ("train", "cache", "cache"),
+    ("evaluate", "drafter", "train"),
+    ("calibrate", "drafter", "train"),
+    ("profile_engine", "drafter", "train"),
+    ("profile_engine", "evaluation", "evaluate"),
+    ("benchmark", "drafter", "train"),
+)
 
 
 class PipelineConfig(Config):
     """The whole loop. Each stage is skipped when its output is complete and was made for the same request.
 
-    generate, cache, train, evaluate: config files of the stages, relative to the working directory. output: gets
-    summary.json and report.html. fresh_from: start over from this stage on. compare: other evaluations to show
-    beside this one in the report, by name, when they are there.
+    generate … ask: config files of the stages, relative to the working directory. output: gets summary.json and
+    report.html. fresh_from: start over from this stage on. compare: other evaluations to show beside this one in the
+    report, by name, when they are there.
     """
 
     output: str
@@ -44,6 +68,10 @@ class PipelineConfig(Config):
     cache: str
     train: str
     evaluate: str
+    calibrate: str
+    profile_engine: str
+    benchmark: str
+    ask: str
     fresh_from: Stage | None = None
     compare: dict[str, str] = {}
 
@@ -69,15 +97,16 @@ def run(config: PipelineConfig, *, fresh: bool = False, dry_run: bool = False) -
     summary = summarize(configs["generate"].target.name, results)
     output = Path(config.output)
     write_json(output / "summary.json", summary)
-    evaluations = {
-        name: read_json(Path(folder) / evaluate.METRICS)
-        for name, folder in (
-            {configs["train"].drafter.architecture: configs["evaluate"].output} | config.compare
-        ).items()
-        if (Path(folder) / evaluate.METRICS).is_file()
-    }
-    history = read_history(configs["train"].output)
-    write_report(output / "report.html", summary=summary, history=history, evaluations=evaluations)
+    write_report(
+        output / "report.html",
+        summary=summary,
+        history=read_history(configs["train"].output),
+        evaluations=dict(_evaluations(config, configs)),
+        calibration=read_json(Path(configs["calibrate"].output) / calibrate.REPORT),
+        profile=read_json(Path(configs["profile_engine"].output) / profile_engine.PROFILE),
+        load=read_json(Path(configs["benchmark"].output) / benchmark.BENCHMARK),
+        answers=results["ask"]["answers"],
+    )
     print(format_summary(summary))
     print(f"\nreport: {output / 'report.html'}   summary: {output / 'summary.json'}", flush=True)
     return {"stage": "pipeline"} | summary
@@ -85,21 +114,24 @@ def run(config: PipelineConfig, *, fresh: bool = False, dry_run: bool = False) -
 
 def check_joints(configs: dict[str, Any]) -> None:
     """Raises: Mismatch when a stage does not read what the stage before it writes."""
-    for reader, key, writer in (
-        ("cache", "answers", "generate"),
-        ("train", "cache", "cache"),
-        ("evaluate", "drafter", "train"),
-    ):
+    for reader, key, writer in JOINTS:
         reads, writes = getattr(configs[reader], key), configs[writer].output
         if Path(reads).resolve() != Path(writes).resolve():
             raise Mismatch(
                 f"{reader}.{key} is {reads} but {writer}.output is {writes}; the stages must share one folder"
             )
+    deployment = load_config(DeploymentFile, configs["ask"].deployment)
+    for application in deployment.applications:
+        served, trained = application.args.drafter, configs["train"].output
+        if served is None or Path(served).resolve() != Path(trained).resolve():
+            raise Mismatch(
+                f"{configs['ask'].deployment} serves drafter {served} but train.output is {trained}; set args.drafter"
+            )
 
 
 def summarize(target: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What `summary.json` holds."""
-    trained = results["train"]
+    trained, served = results["train"], results["ask"]
     return {
         "target": target,
         "drafter_parameters": trained["parameters"],
@@ -107,34 +139,80 @@ def summarize(target: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]
         "tokens": results["cache"]["tokens"],
         "anchors": trained["anchors"],
         "accepted_length": results["evaluate"]["accepted_length"],
-        "speedup": results["evaluate"]["speedup"],
         "identical_to_generate": results["evaluate"]["generate_comparison"],
         "expected_accepted_length_heldout": trained["validation"].get("expected_accepted_length"),
+        "calibration_error": results["calibrate"]["mean_ece"],
+        "verify_length": results["profile_engine"]["verify_length"],
+        "load": results["benchmark"]["load"],
+        "served": {key: served[key] for key in ("accepted_length_served", "tokens_per_s")},
         "stages": {name: {key: result[key] for key in ("seconds", "tokens_per_s")} for name, result in results.items()},
     }
 
 
 def format_summary(summary: dict[str, Any]) -> str:
     """The closing table."""
-    lines = [
-        "",
-        f"target              {summary['target']}",
-        f"drafter             {summary['drafter_parameters']:,} trained parameters",
-        f"answers             {summary['answers']:,}",
-        f"cached tokens       {summary['tokens']:,}",
-        f"anchors             {summary['anchors']:,}",
-        "",
-        f"{'accepted length':<20}" + "".join(f"{mode:>10}" for mode in summary["accepted_length"]),
-    ]
-    domains = list(next(iter(summary["accepted_length"].values())))
-    for domain in domains:
-        lengths = (by_domain[domain] for by_domain in summary["accepted_length"].values())
-        values = "".join(f"{'-' if length is None else f'{length:.2f}':>10}" for length in lengths)
-        lines.append(f"  {domain:<18}{values}")
-    lines += ["", f"{'stage':<20}{'seconds':>10}{'tokens/s':>10}"]
-    for name, stage in summary["stages"].items():
-        lines.append(f"  {name:<18}{stage['seconds']:>10.1f}{stage['tokens_per_s']:>10.1f}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "",
+            f"target              {summary['target']}",
+            f"drafter             {summary['drafter_parameters']:,} trained parameters",
+            f"answers             {summary['answers']:,}",
+            f"cached tokens       {summary['tokens']:,}",
+            f"anchors             {summary['anchors']:,}",
+            *_length_lines(summary["accepted_length"]),
+            *_calibration_lines(summary["calibration_error"]),
+            *_load_lines(summary["load"]),
+            *_budget_lines(summary["verify_length"]),
+            *_stage_lines(summary["stages"]),
+        ]
+    )
+
+
+def _evaluations(config: PipelineConfig, configs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Metrics of this run's drafter and of those to compare it with, as far as they are there."""
+    folders = {configs["train"].drafter.architecture: configs["evaluate"].output} | config.compare
+    for name, folder in folders.items():
+        if (Path(folder) / evaluate.METRICS).is_file():
+            yield name, read_json(Path(folder) / evaluate.METRICS)
+
+
+def _length_lines(lengths: dict[str, dict[str, float | None]]) -> Iterator[str]:
+    yield f"\n{'accepted length':<20}" + "".join(f"{mode:>12}" for mode in lengths)
+    for domain in next(iter(lengths.values())):
+        yield f"  {domain:<18}" + "".join(_cell(by_domain[domain]) for by_domain in lengths.values())
+
+
+def _calibration_lines(errors: dict[str, dict[str, float | None]]) -> Iterator[str]:
+    yield f"\n{'calibration error':<20}" + "".join(f"{name:>12}" for name in ("before", "after", "floor"))
+    for mode, error in errors.items():
+        shares = (error[name] for name in ("before", "after", "floor"))
+        yield f"  {mode:<18}" + "".join(_cell(share, "{:.1%}") for share in shares)
+
+
+def _load_lines(load: dict[str, dict[str, dict[str, float]]]) -> Iterator[str]:
+    names = ("plain", "speculative", "ratio")
+    yield f"\n{'tokens/s':<20}" + "".join(f"{name:>12}" for name in names)
+    for mode, by_concurrency in load.items():
+        for concurrency, figures in by_concurrency.items():
+            label = f"{mode}, {concurrency} at once"
+            yield f"  {label:<18}" + "".join(_cell(figures[name], "{:.2f}") for name in names)
+
+
+def _budget_lines(lengths: dict[str, float]) -> Iterator[str]:
+    if lengths:
+        yield f"\n{'verify budget':<20}{'draft tokens a request':>12}"
+    for requests, length in lengths.items():
+        yield f"  {requests + ' at once':<18}" + _cell(length)
+
+
+def _stage_lines(stages: dict[str, dict[str, float]]) -> Iterator[str]:
+    yield f"\n{'stage':<20}{'seconds':>12}{'tokens/s':>12}"
+    for name, stage in stages.items():
+        yield f"  {name:<18}{stage['seconds']:>12.1f}{stage['tokens_per_s']:>12.1f}"
+
+
+def _cell(value: float | None, form: str = "{:.2f}") -> str:
+    return f"{'-' if value is None else form.format(value):>12}"
 
 
 if __name__ == "__main__":

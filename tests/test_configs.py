@@ -17,13 +17,19 @@ CONFIG_OF = {
     "cache": "dspark.data.capture:CacheConfig",
     "train": "dspark.training.config:TrainConfig",
     "evaluate": "dspark.evaluation.config:EvaluateConfig",
+    "ask": "dspark.evaluation.questions:AskConfig",
+    "benchmark": "dspark.evaluation.load:BenchmarkConfig",
+    "calibrate": "dspark.evaluation.config:CalibrateConfig",
+    "dspark": "dspark.serving.deployment_file:DeploymentFile",  # what `serve run` is given
     "pipeline": "pipeline:PipelineConfig",
+    "profile_engine": "dspark.evaluation.profiling:ProfileConfig",
 }
 
 
 def job_of(path: Path) -> str:
-    """`train_dflash.yaml` and `train.long.yaml` are files of `train`."""
-    return path.name.partition(".")[0].partition("_")[0]
+    """`train_dflash.yaml` and `train.long.yaml` are files of `train`: the longest name that the file's starts with."""
+    name = path.name.partition(".")[0]
+    return max((job for job in CONFIG_OF if name == job or name.startswith(f"{job}_")), key=len, default=name)
 
 
 def config_class(job: str) -> type[Config]:
@@ -41,7 +47,8 @@ def test_every_file_loads_as_the_config_of_its_job(path: Path) -> None:
 
 @pytest.mark.parametrize("job", sorted(CONFIG_OF))
 def test_a_misspelt_key_is_refused_with_the_nearest_one(job: str) -> None:
-    demo = yaml.safe_load((ROOT / "configs" / "demo" / f"{job}.yaml").read_text(encoding="utf-8"))
+    folder = ROOT / ("deployments" if job == "dspark" else "configs/demo")
+    demo = yaml.safe_load((folder / f"{job}.yaml").read_text(encoding="utf-8"))
     for key in config_class(job).model_fields:
         with pytest.raises(ValueError, match=f"unknown key '{key}x'; did you mean '{key}'"):
             build_config(config_class(job), {**demo, f"{key}x": 1})
@@ -53,6 +60,15 @@ def test_every_job_has_its_demo_config_and_its_class(job: str) -> None:
     assert (ROOT / "configs" / "demo" / f"{job}.yaml").is_file()
 
 
-@pytest.mark.parametrize(("name", "job"), [("train.yaml", "train"), ("train_dflash.yaml", "train"), ("a.b.yaml", "a")])
-def test_job_of_takes_the_first_word_of_the_file_name(name: str, job: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [
+        ("train.yaml", "train"),
+        ("train_dflash.yaml", "train"),
+        ("profile_engine.yaml", "profile_engine"),
+        ("benchmark_server.yaml", "benchmark"),
+        ("a.b.yaml", "a"),
+    ],
+)
+def test_job_of_takes_the_longest_job_name_that_the_file_starts_with(name: str, job: str) -> None:
     assert job_of(Path(name)) == job

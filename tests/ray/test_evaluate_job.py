@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import calibrate
 import evaluate
 from dspark.config import build_config
-from dspark.evaluation.config import EvaluateConfig
-from dspark.evaluation.worker import EvaluationWorker
+from dspark.evaluation.config import CalibrateConfig, EvaluateConfig, MeasurementConfig
+from dspark.evaluation.engine_worker import EngineWorker
+from dspark.provenance import read_json
 from tiny_drafter import make_tiny_drafter
 
 pytestmark = pytest.mark.ray
@@ -33,7 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Evalu
         "prompts": [{"path": str(folder / "prompts.jsonl"), "split": "heldout"}],
         "max_new_tokens": 12,
         "compare_with_generate": 2,
-        "time_plain": 1,
+        "concurrency": 3,
         "tracking": {"enabled": False},
     }
     return build_config(EvaluateConfig, content)
@@ -77,19 +79,41 @@ def test_a_run_that_was_killed_goes_on_where_it_was_with_the_same_figures(copied
     assert len(found) == NUM_ITEMS
 
 
-def test_a_worker_that_dies_is_started_again_and_no_prompt_is_lost(copied, result, tmp_path, monkeypatch):
+def test_a_worker_that_dies_is_replaced_and_no_prompt_is_lost(copied, result, tmp_path, monkeypatch):
     mark = str(tmp_path / "mark")
 
-    class DiesOnce(EvaluationWorker):
-        """Ends its process at the first item, unless the mark says that one has done so already."""
+    class DiesOnce(EngineWorker):
+        """Ends its process once it has given rows and holds others, unless the mark says that one has done so."""
 
-        def evaluate(self, item):
-            if not os.path.exists(mark):
+        def advance(self, items):
+            if self._tasks and not os.path.exists(mark):
                 open(mark, "w").close()
                 os._exit(1)
-            return super().evaluate(item)
+            return super().advance(items)
 
-    monkeypatch.setattr(evaluate, "EvaluationWorker", DiesOnce)
+    monkeypatch.setattr(evaluate, "EngineWorker", DiesOnce)
     assert evaluate.run(copied, fresh=True)["accepted_length"] == result["accepted_length"]
     assert os.path.exists(mark)
     assert len((Path(copied.output) / "rollouts.jsonl").read_text().splitlines()) == NUM_ITEMS
+
+
+def test_what_is_wrong_in_a_worker_is_what_the_job_says(copied):
+    with pytest.raises(ValueError, match="verify_length 9 is outside of the drafter's block"):
+        evaluate.run(copied.with_changes(verify_length=9))
+
+
+def test_the_reference_loop_finds_the_same_greedy_lengths_and_times_them(copied, result):
+    changes = {"through": "reference", "time_plain": 1, "concurrency": 8}
+    found = evaluate.run(copied.with_changes(**changes), fresh=True)
+    assert found["accepted_length"]["greedy"] == result["accepted_length"]["greedy"]
+    assert found["speedup"]["greedy"] > 0
+    assert result["speedup"]["greedy"] is None
+
+
+def test_the_same_cluster_calibrates_the_drafter(config, tmp_path):
+    shared = config.model_dump(include=set(MeasurementConfig.model_fields))
+    wanted = {"output": str(tmp_path / "calibration"), "max_new_tokens": 12, "num_workers": 1}
+    result = calibrate.run(CalibrateConfig(**shared | wanted))
+    assert result["rounds"]["greedy"]["test"] > 0
+    stored = read_json(Path(config.drafter) / "calibration.json")
+    assert stored["temperatures"] == result["temperatures"]

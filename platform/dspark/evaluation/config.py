@@ -1,14 +1,21 @@
-"""The evaluate stage's config."""
+"""The configs of the stages that decode held-out prompts: evaluate and calibrate."""
+
+from typing import Literal
 
 import pydantic
 from pydantic import Field
 
 from dspark.config import Config
 from dspark.data.prompts import PromptSource
+from dspark.engine.config import EngineConfig
 from dspark.engine.sampling import SamplingParams
 from dspark.evaluation.tasks import task_source
+from dspark.speculation.calibration import NUM_BINS
 from dspark.targets import TargetConfig
 from dspark.tracking import TrackingConfig
+
+CONCURRENCY = 8
+SAMPLE = "~"  # "sampled~2" is the mode of each prompt's second sample
 
 
 class EvaluationMode(Config):
@@ -25,13 +32,13 @@ class EvaluationMode(Config):
         return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
-class EvaluateConfig(Config):
-    """The evaluate stage. The chat settings are those the drafter was trained with, from its `provenance.json`."""
+class MeasurementConfig(Config):
+    """What both stages need to know. The chat settings are those the drafter was trained with."""
 
     drafter: str
     """Folder made by jobs/train.py."""
     output: str
-    """Gets `rollouts.jsonl` as prompts finish, and `metrics.json` at the end."""
+    """Gets `rollouts.jsonl` as prompts finish, and the stage's figures at the end."""
     prompts: list[PromptSource] = []
     """Only their held-out rows are measured."""
     tasks: dict[str, str] = {}
@@ -42,22 +49,15 @@ class EvaluateConfig(Config):
     """Measure a seeded sample of so many prompts of each domain."""
     heldout_fraction: float = Field(0.05, ge=0, lt=1)
     """Of sources that do not name a split; the same as in the generate stage, or trained prompts are measured."""
-    max_new_tokens: int = Field(128, ge=1)
-    verify_length: int | None = Field(None, ge=0)
-    """Draft tokens per round; None proposes whole blocks."""
-    modes: list[EvaluationMode] = [
-        EvaluationMode(name="greedy"),
-        EvaluationMode(name="sampled", temperature=1.0),
-    ]
     seed: int = 0
     num_workers: int = Field(2, ge=1)
     threads_per_worker: int = Field(1, ge=1)
     gpus_per_worker: float | None = Field(None, ge=0)
     """None gives each worker one GPU where the cluster has any."""
-    compare_with_generate: int = Field(0, ge=0)
-    """Prompts whose greedy output is compared with the library's own `generate`, token for token."""
-    time_plain: int = Field(0, ge=0)
-    """Prompts of each domain that are also decoded without the drafter, for the speed-up."""
+    concurrency: int = Field(CONCURRENCY, ge=1)
+    """Conversations in a worker's engine at once. More are faster until the processor is busy, and need more memory."""
+    engine: EngineConfig = EngineConfig()
+    """Memory and step sizes of each worker's engine; how many requests run is `concurrency`."""
     tracking: TrackingConfig = TrackingConfig()
 
     @property
@@ -66,9 +66,38 @@ class EvaluateConfig(Config):
         return [*self.prompts, *(task_source(name, path) for name, path in self.tasks.items())]
 
     @pydantic.model_validator(mode="after")
-    def _check(self) -> "EvaluateConfig":
+    def _check_measurement(self) -> "MeasurementConfig":
         if not self.sources:
             raise ValueError("there is nothing to measure on; give prompts or tasks")
+        defaults = EngineConfig()
+        for name, instead in (("verify_length", "verify_length"), ("max_running_requests", "concurrency")):
+            if getattr(self.engine, name) != getattr(defaults, name):
+                raise ValueError(f"engine.{name} has no effect here; set {instead} of the stage")
+        return self
+
+
+class EvaluateConfig(MeasurementConfig):
+    """The evaluate stage."""
+
+    max_new_tokens: int = Field(128, ge=1)
+    through: Literal["engine", "reference"] = "engine"
+    """What decodes: the serving engine, many conversations at once, or the reference loop, one at a time."""
+    lengths: Literal["fixed", "scheduled"] = "fixed"
+    """Who decides how many draft tokens are verified: `verify_length`, or the engine's scheduler, which needs the
+    drafter's cost curve. Accepted lengths of drafters compare under "fixed" only."""
+    verify_length: int | None = Field(None, ge=0)
+    """Draft tokens per round; None proposes whole blocks."""
+    modes: list[EvaluationMode] = [
+        EvaluationMode(name="greedy"),
+        EvaluationMode(name="sampled", temperature=1.0),
+    ]
+    compare_with_generate: int = Field(0, ge=0)
+    """Prompts whose greedy output is compared with the library's own `generate`, token for token."""
+    time_plain: int = Field(0, ge=0)
+    """Prompts of each domain that the reference loop also decodes without the drafter, for its speed-up."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "EvaluateConfig":
         names = [mode.name for mode in self.modes]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"modes need one name each, got {names}")
@@ -76,4 +105,49 @@ class EvaluateConfig(Config):
             raise ValueError(
                 "compare_with_generate has no effect without a mode of temperature 0; add one or set it to 0"
             )
+        if self.lengths == "scheduled" and self.verify_length is not None:
+            raise ValueError(
+                f"verify_length {self.verify_length} has no effect with lengths 'scheduled'; leave one of them out"
+            )
+        return self._check_engine() if self.through == "engine" else self._check_reference()
+
+    def _check_engine(self) -> "EvaluateConfig":
+        if self.time_plain:
+            raise ValueError(
+                f"time_plain {self.time_plain} needs through 'reference', which decodes one request at a time; the "
+                "engine's speed is measured by jobs/benchmark.py"
+            )
         return self
+
+    def _check_reference(self) -> "EvaluateConfig":
+        if self.lengths == "scheduled":
+            raise ValueError("lengths 'scheduled' needs through 'engine'; the reference loop has no scheduler")
+        for name, default in (("concurrency", CONCURRENCY), ("engine", EngineConfig())):
+            if getattr(self, name) != default:
+                raise ValueError(f"{name} has no effect with through 'reference'; leave it out")
+        return self
+
+
+class CalibrateConfig(MeasurementConfig):
+    """The calibrate stage: decodes with whole uncalibrated blocks, fits temperatures on half of the prompts."""
+
+    max_new_tokens: int = Field(512, ge=1)
+    """Long enough that most answers end by themselves: what a cut leaves out is never calibrated for."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Sampled answers to each prompt, each from its own seed. There is one greedy answer."""
+    fit_domains: list[str] | None = None
+    """Domains whose prompts the temperatures are fitted on; None takes all. All are reported on."""
+    num_bins: int = Field(NUM_BINS, ge=2)
+    """Bins of equal width that calibration error is measured over, in fitting and in the report."""
+
+    @property
+    def modes(self) -> list[EvaluationMode]:
+        samples = range(1, self.samples_per_prompt + 1)
+        names = ["sampled" if number == 1 else f"sampled{SAMPLE}{number}" for number in samples]
+        return [EvaluationMode(name="greedy"), *(EvaluationMode(name=name, temperature=1.0) for name in names)]
+
+    @property
+    def measurement(self) -> EvaluateConfig:
+        """The same prompts, decoded as the evaluate stage would."""
+        shared = {name: getattr(self, name) for name in MeasurementConfig.model_fields}
+        return EvaluateConfig(**shared, max_new_tokens=self.max_new_tokens, modes=self.modes)

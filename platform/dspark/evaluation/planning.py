@@ -7,13 +7,13 @@ from typing import Any
 
 from dspark.config import build_config
 from dspark.data.chat import ChatConfig
+from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSet
+from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, drafter_sha256
 from dspark.errors import MissingInput
 from dspark.evaluation.config import EvaluateConfig, EvaluationMode
 from dspark.provenance import file_sha256, fingerprint, read_json, require_same
 from dspark.targets import TargetConfig, target_identity
-
-DRAFTER_FILES = ("config.json", "model.safetensors", "provenance.json")
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,36 @@ class WorkItem:
         has_plain = all(turn["plain"] is not None for turn in row["turns"])
         return (has_comparison or not self.compare) and (has_plain or not self.time_plain)
 
+    def seed(self, seed: int, turn: int) -> int:
+        """Of the random numbers of one turn, whatever is decoded beside or before it. seed: the stage's."""
+        return derive_seed(seed, f"{self.mode.name}\0{self.prompt.id}", turn)
+
+    def row(self, turns: Sequence[Mapping[str, Any]], error: str | None) -> dict[str, Any]:
+        """The item's result as stored. error: why the conversation could not be had to its end."""
+        return {
+            "id": self.prompt.id,
+            "domain": self.prompt.domain,
+            "prompt": fingerprint(self.prompt.messages),
+            "mode": self.mode.name,
+            "request": self.request,
+            "error": error,
+            "turns": list(turns),
+        }
+
 
 def open_subject(config: EvaluateConfig) -> Subject:
-    """Raises: MissingInput without a complete drafter folder; Mismatch if it was trained for another target."""
+    """Raises: MissingInput without a complete drafter folder, or without the cost curve that scheduled lengths need;
+    Mismatch if it was trained for another target.
+    """
     folder = Path(config.drafter)
     for name in DRAFTER_FILES:
         if not (folder / name).is_file():
             raise MissingInput(f"no complete drafter at {folder} ({name} is missing); make one with jobs/train.py")
+    if config.lengths == "scheduled" and not (folder / COST_CURVE).is_file():
+        raise MissingInput(
+            f"lengths 'scheduled' needs {folder / COST_CURVE}; make it with jobs/profile_engine.py, or set lengths to "
+            "'fixed'"
+        )
     provenance = read_json(folder / "provenance.json")
     recorded = build_config(TargetConfig, provenance["target_config"], source=f"{folder}/provenance.json")
     target = config.target or recorded
@@ -61,24 +84,29 @@ def open_subject(config: EvaluateConfig) -> Subject:
     remedy = "measure it on the target it was trained for, or train one with jobs/train.py"
     require_same(f"drafter {folder} and target {target.name}", identity, provenance["target"], remedy=remedy)
     chat = build_config(ChatConfig, provenance["chat"], source=f"{folder}/provenance.json")
-    digest = fingerprint([file_sha256(folder / "config.json"), file_sha256(folder / "model.safetensors")])
-    return Subject(str(folder.resolve()), target, identity, chat, digest)
+    return Subject(str(folder.resolve()), target, identity, chat, drafter_sha256(folder))
 
 
 def request_of(config: EvaluateConfig, subject: Subject, mode: EvaluationMode) -> str:
     """Fingerprint of what decides a rollout: a result row is used again only under the same one."""
-    return fingerprint(
-        {
-            "drafter": subject.drafter_sha256,
-            "target": subject.identity,
-            "dtype": subject.target.dtype,
-            "chat": subject.chat.model_dump(),
-            "mode": mode.model_dump(),
-            "max_new_tokens": config.max_new_tokens,
-            "verify_length": config.verify_length,
-            "seed": config.seed,
-        }
-    )
+    content: dict[str, Any] = {
+        "drafter": subject.drafter_sha256,
+        "target": subject.identity,
+        "dtype": subject.target.dtype,
+        "chat": subject.chat.model_dump(),
+        "mode": mode.model_dump(),
+        "max_new_tokens": config.max_new_tokens,
+        "through": config.through,
+        "lengths": config.lengths,
+        "verify_length": config.verify_length,
+        "seed": config.seed,
+    }
+    if config.through == "engine":
+        content["engine"] = config.engine.model_dump()  # what does not fit into it is a row with an error
+    if config.lengths == "scheduled":
+        load = {"concurrency": config.concurrency, "num_workers": config.num_workers}
+        content |= load | {name: _digest(Path(subject.drafter) / name) for name in (CALIBRATION, COST_CURVE)}
+    return fingerprint(content)
 
 
 def select_prompts(prompts: PromptSet, config: EvaluateConfig) -> tuple[list[Prompt], dict[str, int]]:
@@ -115,11 +143,12 @@ def plan_work(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt
         for rank, prompt in enumerate(group)
     }
     compared = set(sorted(ranks, key=lambda prompt_id: ranks[prompt_id])[: config.compare_with_generate])
+    requests = {mode.name: request_of(config, subject, mode) for mode in config.modes}
     return [
         WorkItem(
             prompt=prompt,
             mode=mode,
-            request=request_of(config, subject, mode),
+            request=requests[mode.name],
             compare=mode.temperature == 0 and prompt.id in compared,
             time_plain=ranks[prompt.id][0] < config.time_plain,
         )
@@ -139,6 +168,10 @@ def split_done(items: Iterable[WorkItem], rows: Iterable[Mapping[str, Any]]) -> 
         else:
             to_do.append(item)
     return done, to_do
+
+
+def _digest(path: Path) -> str | None:
+    return file_sha256(path) if path.is_file() else None
 
 
 def _by_domain(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:

@@ -66,6 +66,101 @@ def acceptance_plot(evaluations: Mapping[str, Mapping[str, Any]]) -> str | None:
     return _data_uri(figure)
 
 
+def reliability_plot(calibration: Mapping[str, Any]) -> str | None:
+    """Share accepted over predicted survival, before and after calibration: a row per mode, up to four positions.
+
+    calibration: the content of `calibration_report.json` of jobs/calibrate.py; None when it holds no rounds.
+    """
+    modes = {mode: content["reliability"] for mode, content in calibration.get("modes", {}).items()}
+    num_positions = max((len(positions) for positions in modes.values()), default=0)
+    if not num_positions:
+        return None
+    chosen = sorted({round(place) for place in np.linspace(0, num_positions - 1, min(4, num_positions))})
+    figure = Figure(figsize=(2.6 * len(chosen) + 0.6, 2.6 * len(modes) + 0.3), layout="constrained")
+    panels = figure.subplots(len(modes), len(chosen), sharex=True, sharey=True, squeeze=False)
+    for row, (mode, positions) in zip(panels, modes.items(), strict=True):
+        for panel, k in zip(row, chosen, strict=True):
+            panel.plot([0, 1], [0, 1], color=GRID, linewidth=1.2)
+            for colour, name in zip((COLOURS[1], COLOURS[0]), ("before", "after"), strict=True):
+                _reliability_line(panel, positions[k][name], colour=colour, label=name)
+            _finish(panel, f"{mode}, position {k + 1}", "predicted survival", "")
+        row[0].set_ylabel("share accepted", fontsize=9)
+    return _data_uri(figure)
+
+
+def _reliability_line(panel: Axes, bins: Sequence[Mapping[str, Any]], *, colour: str, label: str) -> None:
+    """A point per bin, its area in proportion to the rounds in it."""
+    if not bins:
+        return
+    predicted, observed, counts = (np.asarray([b[key] for b in bins]) for key in ("predicted", "observed", "count"))
+    panel.plot(predicted, observed, color=colour, linewidth=1.0, label=label)
+    panel.scatter(predicted, observed, s=4 + 60 * counts / counts.sum(), color=colour, alpha=0.7)
+
+
+def cost_curve_plot(profile: Mapping[str, Any]) -> str | None:
+    """Times of a step and of drafting, and the verify length they lead to at each number of requests.
+
+    profile: the content of `profile.json` of jobs/profile_engine.py; None when it has no steps.
+    """
+    if not profile.get("steps"):
+        return None
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    single = [row for row in profile["steps"] if row["requests"] == 1]
+    shared = [row for row in profile["steps"] if row["requests"] > 1]
+    _times(left, single, "batch_tokens", colour=COLOURS[0], label="one request")
+    if shared:
+        points = [(row["batch_tokens"], row["ms"]) for row in shared]
+        left.plot(*zip(*points, strict=True), "x", color=COLOURS[1], markersize=5, label="several requests")
+    _finish(left, "target step", "tokens in the batch", "ms")
+    if profile["drafting"]:
+        _times(middle, profile["drafting"], "requests", colour=COLOURS[2], label="a block for each")
+    _finish(middle, "drafting", "requests", "ms")
+    if profile["budgets"]:
+        points = [(row["requests"], row["verify_length"]) for row in profile["budgets"]]
+        right.plot(*zip(*points, strict=True), "o-", color=COLOURS[3], markersize=3, linewidth=1.2)
+    _finish(right, "verify length that pays", "concurrent requests", "draft tokens per request")
+    for panel in (left, middle, right):
+        panel.set_ylim(bottom=0)
+    return _data_uri(figure)
+
+
+def load_plot(benchmark: Mapping[str, Any]) -> str | None:
+    """Tokens per second, plain and speculative, by concurrency: a panel per mode, the ratio above each pair of bars.
+
+    benchmark: the content of `benchmark.json` of jobs/benchmark.py; None when it has no figures.
+    """
+    modes = benchmark.get("summary") or {}
+    if not modes:
+        return None
+    figure = Figure(figsize=(4.8 * len(modes) + 0.6, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(modes), squeeze=False)[0]
+    for panel, (mode, by_concurrency) in zip(panels, modes.items(), strict=True):
+        names = sorted(by_concurrency, key=int)
+        places = np.arange(len(names))
+        for number, side in enumerate(("plain", "speculative")):
+            speeds = [by_concurrency[name][side]["tokens_per_s"] for name in names]
+            panel.bar(places + 0.4 * number - 0.2, speeds, width=0.38, color=COLOURS[1 - number], label=side)
+        for place, name in zip(places, names, strict=True):
+            figures = by_concurrency[name]
+            top = max(figures[side]["tokens_per_s"] for side in ("plain", "speculative"))
+            panel.annotate(f"{figures['ratio']['median']:.2f} ×", (place, top), ha="center", va="bottom", fontsize=8)
+        panel.set_xticks(places, names)
+        panel.margins(y=0.3)
+        panel.set_axisbelow(True)
+        _finish(panel, f"throughput, {mode}", "concurrent requests", "tokens per second")
+    return _data_uri(figure)
+
+
+def _times(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, *, colour: str, label: str) -> None:
+    """Measured medians with their quartiles, and the curve through them."""
+    sizes = [row[key] for row in rows]
+    middle = np.asarray([row["ms"] for row in rows])
+    around = [middle - [row["low_ms"] for row in rows], [row["high_ms"] for row in rows] - middle]
+    axes.errorbar(sizes, middle, yerr=around, fmt="o", color=colour, markersize=3, linewidth=0.8, label=label)
+    axes.plot(sizes, [row["curve_ms"] for row in rows], color=colour, linewidth=1.4)
+
+
 def _acceptance_line(panel: Axes, rates: Sequence[float | None], drafter: str, number: int) -> None:
     values = [np.nan if rate is None else rate for rate in rates]
     panel.plot(

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dspark.evaluation.plots import acceptance_plot, training_plot
+from dspark.evaluation.plots import acceptance_plot, cost_curve_plot, load_plot, reliability_plot, training_plot
 from dspark.provenance import write_bytes
 from dspark.speculation.statistics import DEFINITION
 
@@ -31,13 +31,22 @@ img { width: 100%; height: auto; display: block; }
 
 
 def write_report(
-    path: str | Path, *, summary: dict[str, Any], history: list[dict[str, Any]], evaluations: dict[str, dict[str, Any]]
+    path: str | Path,
+    *,
+    summary: dict[str, Any],
+    history: list[dict[str, Any]],
+    evaluations: dict[str, dict[str, Any]],
+    calibration: dict[str, Any] | None = None,
+    profile: dict[str, Any] | None = None,
+    load: dict[str, Any] | None = None,
+    answers: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Write the report of a run.
 
     summary: {"target", "drafter_parameters", "answers", "tokens", "anchors", "accepted_length": {mode: {domain: tau}},
     "stages": {name: {"seconds", "tokens_per_s"}}}; what is absent is left out. history: rows of the training run.
-    evaluations: by the drafter's name, the content of each `metrics.json` of jobs/evaluate.py.
+    evaluations: by the drafter's name, the content of each `metrics.json` of jobs/evaluate.py. calibration, profile,
+    load: the content of the files of jobs/calibrate.py, profile_engine.py and benchmark.py. answers: of jobs/ask.py.
     """
     sections = [
         _header(summary),
@@ -45,6 +54,14 @@ def write_report(
         _picture("Training", training_plot(history), "Faint: every step. Firm: running mean."),
         _picture("Acceptance by position", acceptance_plot(evaluations), "Given that all positions before it stood."),
         _positions(evaluations),
+        _picture("Confidence", reliability_plot(calibration or {}), "Prompts that were not fitted on. Area: rounds."),
+        _calibration(calibration or {}),
+        _picture("Cost of a step", cost_curve_plot(profile or {}), "Measured here."),
+        _picture(
+            "Throughput", load_plot(load or {}), "Closed loop, full-length answers."
+        ),
+        _load(summary.get("load", {})),
+        _answers(answers),
         _speed(evaluations),
         _stages(summary),
         _losslessness(evaluations),
@@ -116,6 +133,43 @@ def _positions(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
     return _table("By position, all domains", columns, [row + [""] * (width - len(row)) for row in rows], num_text=3)
 
 
+def _calibration(calibration: Mapping[str, Any]) -> str:
+    columns = ["mode", "domain", "rounds", "ECE before", "ECE after", "floor"]
+    rows = []
+    for mode, content in calibration.get("modes", {}).items():
+        for domain, figures in [*content["domains"].items(), ("overall", content)]:
+            rounds = figures["rounds"]["test"] if domain == "overall" else figures["rounds"]
+            label = domain if figures.get("is_fitted_on", True) else f"{domain} (not fitted)"
+            errors = [_percent(figures["mean_ece"][name]) for name in ("before", "after", "floor")]
+            rows.append([mode, label, _count(rounds), *errors])
+    note = "Mean over positions, on prompts that were not fitted on. Floor: what a perfect predictor would show."
+    return _table("Calibration error of predicted survival", columns, rows, num_text=2, note=note)
+
+
+def _load(load: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> str:
+    keys = ("plain", "speculative", "ratio", "accepted_length", "verify_length")
+    rows = [
+        [mode, concurrency, *(_decimal(figures.get(key)) for key in keys)]
+        for mode, by_concurrency in load.items()
+        for concurrency, figures in by_concurrency.items()
+    ]
+    columns = ["mode", "at once", "plain tokens/s", "speculative tokens/s", "ratio", "tau", "mean verify length"]
+    return _table("Tokens per second", columns, rows, num_text=1)
+
+
+def _answers(answers: Sequence[Mapping[str, Any]]) -> str:
+    """Questions that were put to the served model, and what it said."""
+    if not answers:
+        return ""
+    shown = "".join(
+        f"<p><b>{escape(answer['question'])}</b><br>{escape(answer['text'].strip())}</p>"
+        f"<p class='note'>{answer['completion_tokens']} tokens in {answer['chunks']} pieces, "
+        f"{_decimal(answer['tokens_per_s'], 1)} tokens/s</p>"
+        for answer in answers
+    )
+    return f"<h2>Answers of the served model</h2><div class='panel' style='white-space: pre-wrap'>{shown}</div>"
+
+
 def _speed(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
     columns = ["drafter", "mode", "domain", "drafting ms/round", "verifying ms/round", "plain ms/token", "speed-up"]
     keys = ("draft_ms_per_round", "verify_ms_per_round", "plain_ms_per_token", "speedup")
@@ -182,6 +236,10 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *,
 
 def _decimal(value: float | None, digits: int = 2) -> str:
     return DASH if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return DASH if value is None else f"{100 * value:.2f} %"
 
 
 def _count(value: Any) -> str:

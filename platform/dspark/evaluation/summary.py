@@ -19,10 +19,10 @@ def summarize(rows: Sequence[Row], modes: Sequence[EvaluationMode], *, seed: int
     for mode in modes:
         of_mode = [row for row in rows if row["mode"] == mode.name]
         good = [row for row in of_mode if row["error"] is None]
-        domains = sorted({name for row in good for name in _domains_of(row)})
+        domains = sorted({name for row in good for name in domains_of(row)})
         by_mode[mode.name] = {
             "sampling": mode.sampling.model_dump(),
-            "domains": {name: _figures([r for r in good if name in _domains_of(r)], seed) for name in domains},
+            "domains": {name: _figures([r for r in good if name in domains_of(r)], seed) for name in domains},
             "overall": _figures(good, seed),
             "failed": dict(Counter(row["error"] for row in of_mode if row["error"] is not None)),
         }
@@ -65,7 +65,8 @@ def _figures(rows: Sequence[Row], seed: int) -> dict[str, Any]:
     for one in per_prompt:
         counts = counts.merge(one)
     turns = [turn for row in rows for turn in row["turns"]]
-    num_rounds = counts.rounds + counts.plain_rounds
+    seconds = [turn["seconds"] for turn in turns if turn["seconds"] is not None]
+    num_rounds = counts.rounds + counts.plain_rounds if seconds else 0  # through the engine rounds have no own time
     interval = bootstrap_interval([c.committed_tokens for c in per_prompt], [c.rounds for c in per_prompt], seed=seed)
     return {
         "prompts": len(rows),
@@ -73,8 +74,8 @@ def _figures(rows: Sequence[Row], seed: int) -> dict[str, Any]:
         "multi_turn_prompts": sum(len(row["turns"]) > 1 for row in rows),
         "output_tokens": sum(len(turn["output_ids"]) for turn in turns),
         "accepted_length_interval": None if interval is None else list(interval),
-        "draft_ms_per_round": _ms(sum(turn["seconds"]["draft"] for turn in turns), num_rounds),
-        "verify_ms_per_round": _ms(sum(turn["seconds"]["verify"] for turn in turns), num_rounds),
+        "draft_ms_per_round": _ms(sum(one["draft"] for one in seconds), num_rounds),
+        "verify_ms_per_round": _ms(sum(one["verify"] for one in seconds), num_rounds),
         **_speed([turn for turn in turns if turn["plain"] is not None]),
         **counts.to_dict(),
     }
@@ -147,7 +148,8 @@ def _groups(metrics: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any
     ]
 
 
-def _domains_of(row: Row) -> set[str]:
+def domains_of(row: Row) -> set[str]:
+    """The domains a row counts towards: "math/gsm8k" and "math"."""
     return {row["domain"], row["domain"].split("/")[0]}
 
 

@@ -1,25 +1,26 @@
-"""Measures one prompt after another: holds target and drafter, runs conversations turn by turn, gives plain rows."""
+"""Measures through the reference loop, one prompt after another; the slow obvious twin of `engine_worker.py`."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
 import torch
 import transformers
 
-from dspark.data.decoding import Completion, DecodeRequest, derive_seed
+from dspark.data.decoding import Completion, DecodeRequest
 from dspark.data.regeneration import Conversation, Renderer
 from dspark.drafters.base import Drafter
 from dspark.drafters.checkpoint import load_drafter
 from dspark.evaluation.accepted_length import Rollout, decode_plain, speculate
+from dspark.evaluation.comparison import compare_with_generate
 from dspark.evaluation.config import EvaluateConfig
 from dspark.evaluation.planning import Subject, WorkItem
-from dspark.provenance import fingerprint
 from dspark.targets import load_target, load_target_config, load_tokenizer, stop_token_ids, vocabulary_size
 
 
 class EvaluationWorker:
-    """Holds the models; `evaluate` is called for one item at a time."""
+    """Holds the models; runs conversations turn by turn, gives plain rows."""
 
     def __init__(self, config: EvaluateConfig, subject: Subject) -> None:
         logging.getLogger("transformers").setLevel(logging.WARNING)
@@ -42,6 +43,10 @@ class EvaluationWorker:
             config.seed,
         )
 
+    def advance(self, items: Sequence[WorkItem]) -> list[dict[str, Any]]:
+        """Their rows; nothing is kept between calls."""
+        return [self.evaluate(item) for item in items]
+
     def evaluate(self, item: WorkItem) -> dict[str, Any]:
         """The item's result row. A conversation that cannot be had (template, length) is a row with an error."""
         conversation = Conversation(item.prompt)
@@ -53,15 +58,7 @@ class EvaluationWorker:
             rollout = self._speculate(request, item, turn=len(turns))
             turns.append(self._turn(request, rollout, item, turn=len(turns)))
             conversation.accept(Completion(request.key, rollout.output_ids, rollout.finish_reason), self._renderer)
-        return {
-            "id": item.prompt.id,
-            "domain": item.prompt.domain,
-            "prompt": fingerprint(item.prompt.messages),
-            "mode": item.mode.name,
-            "request": item.request,
-            "error": conversation.error,
-            "turns": turns,
-        }
+        return item.row(turns, conversation.error)
 
     def _speculate(self, request: DecodeRequest, item: WorkItem, *, turn: int) -> Rollout:
         return speculate(
@@ -73,13 +70,13 @@ class EvaluationWorker:
         )
 
     def _options(self, request: DecodeRequest, item: WorkItem, turn: int) -> dict[str, Any]:
-        seed = derive_seed(self._seed, f"{item.mode.name}\0{request.key}", turn)
+        generator = torch.Generator(self._model.device).manual_seed(item.seed(self._seed, turn))
         return {
             "sampling": item.mode.sampling,
             "max_new_tokens": request.max_tokens,
             "stop_ids": self._stop_ids,
             "vocabulary_size": self._vocabulary_size,
-            "generator": torch.Generator(self._model.device).manual_seed(seed),
+            "generator": generator,
         }
 
     def _turn(self, request: DecodeRequest, rollout: Rollout, item: WorkItem, *, turn: int) -> dict[str, Any]:
@@ -88,44 +85,16 @@ class EvaluationWorker:
             timed = decode_plain(self._model, request.prompt_ids, **self._options(request, item, turn))
             plain = {"rounds": len(timed.rounds), "seconds": timed.seconds.verify}
         if item.compare:
-            comparison = self._compare(request, rollout.output_ids)
+            comparison = compare_with_generate(
+                self._model,
+                request.prompt_ids,
+                rollout.output_ids,
+                max_new_tokens=request.max_tokens,
+                stop_ids=self._stop_ids,
+                vocabulary_size=self._vocabulary_size,
+            )
         return asdict(rollout) | {
             "num_prompt_tokens": len(request.prompt_ids),
             "plain": plain,
             "comparison": comparison,
         }
-
-    def _compare(self, request: DecodeRequest, output_ids: list[int]) -> dict[str, Any]:
-        """Whether the library's own greedy output is the same; if not, where they part and how close a call it was."""
-        expected = self._generate(request)
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        if expected == output_ids:
-            return {"identical": True, "dtype": dtype, "position": None, "top2_gap": None}
-        pairs = zip(expected, output_ids, strict=False)
-        position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(output_ids)))
-        gap = self._top2_gap(request.prompt_ids + output_ids[:position])
-        return {"identical": False, "dtype": dtype, "position": position, "top2_gap": gap}
-
-    @torch.no_grad()
-    def _generate(self, request: DecodeRequest) -> list[int]:
-        ids = torch.tensor([request.prompt_ids], device=self._model.device)
-        padding_ids = list(range(self._vocabulary_size, self._model.lm_head.weight.shape[0]))
-        output = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=request.max_tokens,
-            eos_token_id=list(self._stop_ids),
-            pad_token_id=self._stop_ids[0],
-            suppress_tokens=padding_ids or None,
-        )
-        found: list[int] = output[0, ids.shape[1] :].tolist()
-        return found
-
-    @torch.no_grad()
-    def _top2_gap(self, token_ids: list[int]) -> float:
-        """Difference of the two highest logits after the tokens."""
-        ids = torch.tensor([token_ids], device=self._model.device)
-        logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1, : self._vocabulary_size]
-        best = logits.float().topk(2).values
-        return float(best[0] - best[1])

@@ -7,6 +7,7 @@ import pytest
 from dspark.config import build_config
 from dspark.data.chat import ChatConfig
 from dspark.data.prompts import Prompt, PromptSet, RejectedRow
+from dspark.engine.loading import CALIBRATION, COST_CURVE
 from dspark.errors import Mismatch, MissingInput
 from dspark.evaluation.config import EvaluateConfig
 from dspark.evaluation.planning import open_subject, plan_work, request_of, select_prompts, split_done
@@ -84,7 +85,7 @@ def test_an_incomplete_drafter_folder_names_the_job_that_makes_it(tmp_path, name
 
 
 def test_every_prompt_is_planned_in_every_mode_and_extras_go_to_the_first_of_each_domain(drafter):
-    config = config_for(drafter, compare_with_generate=3, time_plain=1)
+    config = config_for(drafter, through="reference", compare_with_generate=3, time_plain=1)
     prompts = [prompt(n, domain) for domain in ("chat", "math") for n in range(3)]
     items = plan_work(config, open_subject(config), prompts)
     assert len(items) == 12
@@ -95,12 +96,44 @@ def test_every_prompt_is_planned_in_every_mode_and_extras_go_to_the_first_of_eac
 
 @pytest.mark.parametrize(
     "change",
-    [{"max_new_tokens": 7}, {"verify_length": 2}, {"seed": 5}, {"modes": [{"name": "greedy", "temperature": 0.5}]}],
+    [
+        {"max_new_tokens": 7},
+        {"verify_length": 2},
+        {"seed": 5},
+        {"modes": [{"name": "greedy", "temperature": 0.5}]},
+        {"through": "reference"},
+        {"engine": {"kv_tokens": 64}},
+    ],
 )
 def test_a_changed_setting_makes_earlier_results_stale(drafter, change):
     before, after = config_for(drafter), config_for(drafter, **change)
     subject = open_subject(before)
     assert request_of(before, subject, before.modes[0]) != request_of(after, subject, after.modes[0])
+
+
+@pytest.mark.parametrize("name", [CALIBRATION, COST_CURVE])
+def test_scheduled_results_are_stale_when_what_the_scheduler_goes_by_has_changed(tmp_path, tiny_target, name):
+    folder = make_tiny_drafter(tmp_path, tiny_target)
+    (folder / COST_CURVE).write_text("[]")
+    fixed, scheduled = config_for(folder), config_for(folder, lengths="scheduled")
+    subject = open_subject(scheduled)
+    before = [request_of(config, subject, config.modes[0]) for config in (fixed, scheduled)]
+    (folder / name).write_text("[1]")
+    after = [request_of(config, subject, config.modes[0]) for config in (fixed, scheduled)]
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_scheduled_lengths_without_a_cost_curve_name_the_job_that_makes_it(drafter):
+    with pytest.raises(MissingInput, match=r"cost_curve\.json.*jobs/profile_engine\.py"):
+        open_subject(config_for(drafter, lengths="scheduled"))
+
+
+def test_every_turn_of_every_item_has_its_own_seed(drafter):
+    config = config_for(drafter)
+    items = plan_work(config, open_subject(config), [prompt(n) for n in range(3)])
+    seeds = {item.seed(seed, turn) for item in items for seed in (0, 1) for turn in (0, 1)}
+    assert len(seeds) == len(items) * 4
 
 
 def test_finished_items_are_not_measured_again(drafter):
@@ -123,7 +156,8 @@ def test_a_result_of_something_else_does_not_count(drafter, change):
 
 @pytest.mark.parametrize("extra", [{"compare_with_generate": 1}, {"time_plain": 1}])
 def test_a_result_without_a_wanted_extra_is_measured_again(drafter, extra):
-    config = config_for(drafter)
+    config = config_for(drafter, through="reference")
+    extra = extra | {"through": "reference"}
     plain_items = plan_work(config, open_subject(config), [prompt(1)])
     wanted = plan_work(config_for(drafter, **extra), open_subject(config), [prompt(1)])
     _, to_do = split_done(wanted, [row_for(item) for item in plain_items])

@@ -95,6 +95,22 @@ def test_names_are_shown_as_they_are_and_never_as_markup(page):
     assert "tiny" not in page.open
 
 
+def test_calibration_is_shown_with_its_diagram_and_its_errors(tmp_path):
+    bins = [{"predicted": 0.3, "observed": 0.5, "count": 40}, {"predicted": 0.8, "observed": 0.7, "count": 10}]
+    errors = {"mean_ece": {"before": 0.123, "after": 0.045, "floor": None}}
+    mode = errors | {
+        "rounds": {"fit": 60, "test": 50},
+        "reliability": [{"position": k, "before": bins, "after": [] if k == 3 else bins} for k in (1, 2, 3)],
+        "domains": {"math": errors | {"rounds": 50, "is_fitted_on": False}},
+    }
+    path = tmp_path / "r.html"
+    write_report(path, summary={}, history=[], evaluations={}, calibration={"modes": {"greedy": mode}})
+    page = Page(path.read_text(encoding="utf-8"))
+    assert len(page.links) == 1
+    for shown in ("12.30 %", "4.50 %", "math (not fitted)"):
+        assert re.search(rf"^{re.escape(shown)}$", page.text, re.MULTILINE), shown
+
+
 def test_without_training_history_or_evaluations_the_rest_is_still_shown(tmp_path):
     write_report(tmp_path / "r.html", summary=SUMMARY, history=[], evaluations={})
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))

@@ -102,6 +102,15 @@ def test_speed_up_is_seconds_a_token_without_over_with_the_drafter_on_the_timed_
     assert overall["draft_ms_per_round"] == pytest.approx(2600.0)
 
 
+def test_rows_of_the_engine_have_no_times_of_their_own():
+    rows = [a_row("a", a_turn(a_round(3, 1, 2), seconds=None))]
+    metrics = summarize(rows, [GREEDY], seed=0)
+    overall = metrics["modes"]["greedy"]["overall"]
+    assert overall["accepted_length"] == 2.0
+    assert [overall[key] for key in ("draft_ms_per_round", "verify_ms_per_round", "speedup")] == [None] * 3
+    assert "2.00" in format_table(metrics)
+
+
 def test_the_comparison_counts_prompts_and_keeps_where_they_part():
     same = {"identical": True, "dtype": "bfloat16", "position": None, "top2_gap": None}
     other = {"identical": False, "dtype": "bfloat16", "position": 7, "top2_gap": 0.01}

@@ -12,6 +12,7 @@ from dspark.data.capture import CaptureWorker, PlannedSample
 from dspark.data.prompts import Prompt
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.sampling import SamplingParams
+from dspark.evaluation import comparison
 from dspark.evaluation.accepted_length import speculate
 from dspark.evaluation.config import EvaluateConfig
 from dspark.evaluation.planning import open_subject, plan_work
@@ -28,6 +29,7 @@ def drafter(tmp_path_factory, tiny_target) -> Path:
 
 def config_for(drafter: Path, **changes) -> EvaluateConfig:
     content = {"drafter": str(drafter), "output": "o", "prompts": [{"path": "p.jsonl"}], "max_new_tokens": 16}
+    content["through"] = "reference"
     return build_config(EvaluateConfig, content | changes)
 
 
@@ -55,10 +57,10 @@ def test_a_difference_from_the_library_is_reported_with_its_place_and_the_gap_th
     config = config_for(drafter, compare_with_generate=1, modes=[{"name": "greedy"}])
     true_output = evaluate(config, [prompt(1)])[0]["turns"][0]["output_ids"]
     other = [*true_output[:5], true_output[5] ^ 1, *true_output[6:]]
-    monkeypatch.setattr(EvaluationWorker, "_generate", lambda self, request: other)
-    (comparison,) = (turn["comparison"] for turn in evaluate(config, [prompt(1)])[0]["turns"])
-    assert (comparison["identical"], comparison["position"]) == (False, 5)
-    assert comparison["top2_gap"] > 0
+    monkeypatch.setattr(comparison, "generate_greedy", lambda *args, **options: other)
+    (found,) = (turn["comparison"] for turn in evaluate(config, [prompt(1)])[0]["turns"])
+    assert (found["identical"], found["position"]) == (False, 5)
+    assert found["top2_gap"] > 0
 
 
 def test_every_turn_of_a_conversation_is_run_with_the_answers_before_it(drafter):

@@ -22,11 +22,25 @@ RESULTS = {
     },
     "evaluate": {
         "accepted_length": {"greedy": {"math": 2.5, "overall": 2.25}, "sampled": {"math": 2.0, "overall": 1.75}},
-        "speedup": {"greedy": 1.25, "sampled": None},
         "generate_comparison": {"checked": 2, "identical": 2, "dtype": "float32"},
         "seconds": 7.0,
         "tokens_per_s": 8.0,
     },
+    "calibrate": {
+        "mean_ece": {
+            "greedy": {"before": 0.05, "after": 0.02, "floor": 0.01},
+            "sampled": {"before": 0.04, "after": None, "floor": None},
+        },
+        "seconds": 9.0,
+        "tokens_per_s": 10.0,
+    },
+    "profile_engine": {"verify_length": {"1": 4.5, "32": 0.5}, "seconds": 11.0, "tokens_per_s": 12.0},
+    "benchmark": {
+        "load": {"greedy": {"1": {"plain": 40.0, "speculative": 60.0, "ratio": 1.5}}},
+        "seconds": 13.0,
+        "tokens_per_s": 14.0,
+    },
+    "ask": {"answers": [], "accepted_length_served": 1.9, "seconds": 15.0, "tokens_per_s": 16.0},
 }
 
 
@@ -43,7 +57,11 @@ def test_the_closing_table_shows_every_domain_mode_and_stage() -> None:
     lines = pipeline.format_summary(pipeline.summarize("some-target", RESULTS)).splitlines()
     assert any(line.split() == ["math", "2.50", "2.00"] for line in lines)
     assert any(line.split() == ["overall", "2.25", "1.75"] for line in lines)
-    assert [line.split()[0] for line in lines[-4:]] == ["generate", "cache", "train", "evaluate"]
+    assert any(line.split() == ["greedy", "5.0%", "2.0%", "1.0%"] for line in lines)
+    assert any(line.split() == ["sampled", "4.0%", "-", "-"] for line in lines)
+    assert any(line.split() == ["greedy,", "1", "at", "once", "40.00", "60.00", "1.50"] for line in lines)
+    assert any(line.split() == ["32", "at", "once", "0.50"] for line in lines)
+    assert [line.split()[0] for line in lines[-len(RESULTS) :]] == list(pipeline.STAGES)
 
 
 @pytest.mark.parametrize("name", ["demo", "tiny"])
@@ -70,7 +88,8 @@ def test_a_dry_run_plans_what_can_be_planned(
 ) -> None:
     content = "".join(f"{stage}: {REPOSITORY}/configs/tiny/{stage}.yaml\n" for stage in pipeline.STAGES)
     (tmp_path / "pipeline.yaml").write_text(f"output: runs/tiny\n{content}")
-    (tmp_path / "prompts").symlink_to(REPOSITORY / "prompts")
+    for name in ("prompts", "deployments"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO)
     result = pipeline.run(load_config(pipeline.PipelineConfig, "pipeline.yaml"), dry_run=True)

@@ -1,0 +1,247 @@
+"""Seconds of target steps and of drafting on this machine, from which the cost curve is made.
+
+Legend: B tokens in a batch, R requests in it, m captured layers, d hidden size.
+A step over B tokens of R requests is taken to last T(B) + (R - 1) * request_s: the tokens share one pass of the model,
+but each request attends to a context of its own.
+"""
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pydantic
+import torch
+from pydantic import Field
+
+from dspark.config import Config
+from dspark.drafters.base import Drafter
+from dspark.drafters.checkpoint import load_drafter
+from dspark.engine.loading import NGRAM, check_drafter, drafter_sha256, drafter_target
+from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.target_runner import TargetRunner
+from dspark.evaluation.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
+from dspark.provenance import read_json
+from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
+from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.targets import TargetConfig, load_target, load_target_config, load_tokenizer, vocabulary_size
+from dspark.tracking import TrackingConfig
+
+BATCH_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+DRAFT_REQUESTS = (1, 2, 4, 8, 16, 32)
+
+log = logging.getLogger("dspark.profile")
+
+
+class ProfileConfig(Config):
+    """The profile stage: how long this machine takes for a step, by what is in it."""
+
+    drafter: str | None = None
+    """Folder made by jobs/train.py, which gets the curve; None or "ngram" measures the target alone."""
+    output: str
+    """Gets `profile.json`, and the curve where there is no drafter's folder for it."""
+    target: TargetConfig | None = None
+    """None takes what the drafter was trained for; another target than that is refused."""
+    batch_tokens: tuple[int, ...] = Field(BATCH_TOKENS, min_length=1)
+    """Batch sizes to measure. Beyond the largest the curve goes on in a straight line."""
+    draft_requests: tuple[int, ...] = Field(DRAFT_REQUESTS, min_length=1)
+    """Numbers of requests to measure drafting at."""
+    context_tokens: int = Field(256, ge=1)
+    """Tokens each request has in KV memory; take what is usual, since attention gets slower with it."""
+    tokens_per_request: int = Field(4, ge=1)
+    """Tokens of each request in the batches of many requests, beside those of one token each."""
+    max_requests: int = Field(32, ge=1)
+    """Requests in a batch at most; KV memory is taken for all of them."""
+    repeats: int = Field(7, ge=1)
+    """Times each point is measured; the median counts. Below 7 it is a guess on a machine that others use too."""
+    threads: int = Field(2, ge=1)
+    """CPU threads, as the engine will have them: the curve is found again by this number."""
+    page_size: int = Field(16, ge=1)
+    evaluation: str | None = None
+    """Folder made by jobs/evaluate.py; where it is there, the verify lengths that its survival leads to are shown."""
+    seed: int = 0
+    tracking: TrackingConfig = TrackingConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "ProfileConfig":
+        for name, sizes in (("batch_tokens", self.batch_tokens), ("draft_requests", self.draft_requests)):
+            if min(sizes) < 1 or len(set(sizes)) < len(sizes):
+                raise ValueError(f"{name} is {list(sizes)}; give each size once, all of them 1 or more")
+        if not self.has_drafter and self.target is None:
+            raise ValueError("there is nothing to measure; give a drafter's folder or a target")
+        return self
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there is a neural drafter to measure."""
+        return self.drafter not in (None, NGRAM)
+
+    @property
+    def shapes(self) -> list[BatchShape]:
+        """The batches to time."""
+        return batch_shapes(
+            self.batch_tokens, tokens_per_request=self.tokens_per_request, max_requests=self.max_requests
+        )
+
+    def target_config(self) -> TargetConfig:
+        """Raises: MissingInput without the drafter; Mismatch if it was trained for another target."""
+        if not self.has_drafter:
+            assert self.target is not None
+            return self.target
+        target = self.target or drafter_target(str(self.drafter))
+        check_drafter(str(self.drafter), target)
+        return target
+
+    def request(self, target: TargetConfig) -> dict[str, Any]:
+        """What decides the figures: they are used again only under the same."""
+        settings = self.model_dump(mode="json", exclude={"drafter", "output", "target", "evaluation", "tracking"})
+        digest = drafter_sha256(str(self.drafter)) if self.has_drafter else None
+        return settings | {"fingerprint": fingerprint_of(target, self.threads), "drafter_sha256": digest}
+
+
+def fingerprint_of(target: TargetConfig, num_threads: int) -> dict[str, Any]:
+    """The hardware fingerprint that the target will have once it is loaded."""
+    device = target.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: Any = load_target_config(target).dtype if target.dtype == "auto" else target.dtype
+    return hardware_fingerprint(device, dtype or torch.float32, num_threads, target.name)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Measured seconds, one a sweep: by batch, and of drafting by the number of requests."""
+
+    verify: dict[BatchShape, list[float]]
+    draft: dict[int, list[float]]
+
+    def curve(self, fingerprint: Mapping[str, Any]) -> CostCurve:
+        """The curve over batches of one request, and what each further request costs."""
+        single = {shape.num_tokens: seconds for shape, seconds in self.verify.items() if shape.num_requests == 1}
+        request_s = fit_request_s(self.verify)
+        return CostCurve.measured(single, self.draft, fingerprint=fingerprint, request_s=request_s)
+
+
+def fit_request_s(verify: Mapping[BatchShape, Sequence[float]]) -> float:
+    """Seconds of each request beside a batch's first, not below 0.
+
+    In each sweep the slope, by least squares of relative errors, of what batches of R requests take more than one
+    request with as many tokens, over R - 1; then the median over sweeps.
+    """
+    single = {shape.num_tokens: seconds for shape, seconds in verify.items() if shape.num_requests == 1}
+    shared = [(shape.num_requests - 1, verify[shape], single[shape.num_tokens]) for shape in verify]
+    shared = [entry for entry in shared if entry[0] > 0]
+    if not shared:
+        return 0.0
+    weights = [more / median(alone) ** 2 for more, _, alone in shared]
+    scale = sum(weight * more for weight, (more, _, _) in zip(weights, shared, strict=True))
+    num_sweeps = min(len(seconds) for _, seconds, _ in shared)
+    slopes = [
+        sum(w * (seconds[sweep] - alone[sweep]) for w, (_, seconds, alone) in zip(weights, shared, strict=True)) / scale
+        for sweep in range(num_sweeps)
+    ]
+    return max(0.0, median(slopes))
+
+
+def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
+    """Load target and drafter and fill the contexts.
+
+    Raises: ValueError when context and batch are longer than what the target was made for.
+    """
+    torch.set_num_threads(config.threads)
+    limit = getattr(load_target_config(target_config), "max_position_embeddings", None)
+    longest = config.context_tokens + max(config.batch_tokens)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"context_tokens ({config.context_tokens}) and the largest of batch_tokens make {longest} positions, but "
+            f"the target was made for {limit}; lower one of them"
+        )
+    model: Any = load_target(target_config)
+    drafter: Any = None
+    if config.has_drafter:  # it computes in the target's type: its inputs are the target's own states
+        drafter = load_drafter(str(config.drafter), dtype=model.dtype, device=str(model.device))
+    tables = page_tables(request_tokens(config, drafter), config.page_size)
+    memory = {"num_pages": sum(len(table.pages) for table in tables), "page_size": config.page_size}
+    target = TargetRunner(
+        model,
+        vocabulary_size=vocabulary_size(load_tokenizer(target_config)),
+        layer_ids=() if drafter is None else drafter.target_layer_ids,
+        **memory,
+    )
+    drafts = None if drafter is None else PagedDraftRunner(drafter, **memory)
+    return StepTimer(target, drafts, tables, context_tokens=config.context_tokens, seed=config.seed)
+
+
+def request_tokens(config: ProfileConfig, drafter: Drafter | None) -> list[int]:
+    """Tokens of memory each request needs: the context, and the longest piece or all that is drafted behind it."""
+    shapes = config.shapes
+    number = max(shape.num_requests for shape in shapes)
+    drafted = 0
+    if drafter is not None:
+        number = max(number, *config.draft_requests)
+        drafted = drafter.block_size + NEW_TOKENS * (config.repeats + 1) * len(config.draft_requests)
+    pieces = [[shape.lengths[i] for shape in shapes if i < shape.num_requests] for i in range(number)]
+    return [config.context_tokens + max([drafted, *lengths]) for lengths in pieces]
+
+
+def measure(timer: StepTimer, config: ProfileConfig) -> Samples:
+    """Every point `repeats` times, in sweeps over all of them, each in another order; one sweep before is not counted.
+
+    So whatever else the machine does for a while meets all points alike.
+    """
+    samples = Samples({shape: [] for shape in config.shapes}, {})
+    points = [(seconds, partial(timer.verify_s, shape)) for shape, seconds in samples.verify.items()]
+    if config.has_drafter:
+        samples.draft.update((number, []) for number in sorted(config.draft_requests))
+        points += [(seconds, partial(timer.draft_s, number)) for number, seconds in samples.draft.items()]
+    order = random.Random(config.seed)
+    for sweep in range(config.repeats + 1):
+        for seconds, time_one in order.sample(points, len(points)):
+            measured = time_one()
+            if sweep:
+                seconds.append(measured)
+        log.info("sweep %d of %d over %d points", sweep + 1, config.repeats + 1, len(points))
+    return samples
+
+
+def measured_survival(folder: str | Path) -> list[float]:
+    """Survival by position in an evaluation, over all prompts of its first mode; [] where there is none."""
+    path = Path(folder) / "metrics.json"
+    modes = read_json(path)["modes"] if path.is_file() else {}
+    survival = next(iter(modes.values()))["overall"]["survival"] if modes else []
+    end = survival.index(None) if None in survival else len(survival)
+    return list(survival[:end])
+
+
+def verify_budgets(
+    curve: CostCurve, survival: Sequence[float], num_requests: Sequence[int]
+) -> list[dict[str, int | float]]:
+    """What the scheduler would do with so many requests of this survival each, a row per number of requests.
+
+    {"requests", "drafted", "verify_length" (mean per request), "batch_tokens", "speedup" (expected, over plain steps)}.
+    """
+    rows = []
+    for number in num_requests:
+        drafted = choose_drafting([survival] * number, curve)
+        expected = [survival if is_drafted else [] for is_drafted in drafted]
+        draft_s = curve.draft_seconds(sum(drafted))
+        lengths = PrefixScheduler().allocate(expected, curve, draft_s=draft_s)
+        batch_tokens = number + sum(lengths)
+        tau = number + sum(sum(row[:length]) for row, length in zip(expected, lengths, strict=True))
+        others_s = (number - 1) * curve.request_s
+        plain_s = curve.verify_seconds(number) + others_s
+        step_s = curve.verify_seconds(batch_tokens) + others_s + draft_s
+        rows.append(
+            {
+                "requests": number,
+                "drafted": sum(drafted),
+                "verify_length": sum(lengths) / number,
+                "batch_tokens": batch_tokens,
+                "speedup": (tau / step_s) / (number / plain_s),
+            }
+        )
+    return rows

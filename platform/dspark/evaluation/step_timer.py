@@ -1,0 +1,144 @@
+"""Target steps and drafting on requests with a context, timed as often as one likes: nothing is ever committed."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.attention.flat_batch import Piece
+from dspark.attention.page_pool import PagePool, PageTable
+from dspark.engine.draft_runner import DraftRequest
+from dspark.engine.paged_draft_runner import DraftMemory, PagedDraftRunner
+from dspark.engine.target_runner import TargetRunner
+
+NEW_TOKENS = 2  # features that a round of usual length leaves for the drafter to store
+READ_TOKENS = 512  # of the context, in one pass
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """A batch to time, as the tokens of each request in it."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.lengths)
+
+
+def batch_shapes(batch_tokens: Sequence[int], *, tokens_per_request: int, max_requests: int) -> list[BatchShape]:
+    """Each number of tokens as one request, as requests of `tokens_per_request` and as requests of one token."""
+    shapes = []
+    for num_tokens in sorted(batch_tokens):
+        numbers = {1, min(num_tokens // tokens_per_request, max_requests)}
+        if num_tokens <= max_requests:
+            numbers.add(num_tokens)
+        for num_requests in sorted(numbers - {0}):
+            tokens, rest = divmod(num_tokens, num_requests)
+            shapes.append(BatchShape((tokens + 1,) * rest + (tokens,) * (num_requests - rest)))
+    return shapes
+
+
+class StepTimer:
+    """tables: of one request each, with room for the context and for what is to be timed behind it, see `page_tables`.
+
+    All requests have the same context, each in pages of its own.
+    """
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        drafts: PagedDraftRunner | None,
+        tables: Sequence[PageTable],
+        *,
+        context_tokens: int,
+        seed: int,
+    ) -> None:
+        self._target, self._drafts, self._tables = target, drafts, list(tables)
+        generator = torch.Generator().manual_seed(seed)
+        longest = max(table.capacity_tokens for table in tables)
+        ids = torch.randint(target.vocabulary_size, (longest,), generator=generator)
+        self._ids: list[int] = ids.tolist()
+        self._features = self._read_context(context_tokens)
+        self._share_context(context_tokens)
+        self._memories = self._draft_memories(context_tokens)
+
+    @torch.inference_mode()
+    def verify_s(self, shape: BatchShape) -> float:
+        """Seconds of one target step, its greedy choices included."""
+        pieces = [
+            Piece(table, self._ids[:length], num_logits=length)
+            for table, length in zip(self._tables, shape.lengths, strict=False)
+        ]
+        started = self._now()
+        output = self._target.run(self._target.flatten(pieces))
+        output.logits.argmax(dim=-1).tolist()
+        return self._now() - started
+
+    @torch.inference_mode()
+    def draft_s(self, num_requests: int) -> float:
+        """Seconds of drafting a whole block for so many requests, the features of their last round being stored.
+
+        Each time their contexts grow by what is stored.
+        """
+        assert self._drafts is not None, "there is no drafter to time"
+        memories = self._memories[:num_requests]
+        for memory in memories:
+            self._drafts.extend(memory, self._ids[:NEW_TOKENS], self._features[:NEW_TOKENS])
+        requests = [DraftRequest(memory, self._ids[0], self._drafts.block_size, 0.0, None) for memory in memories]
+        started = self._now()
+        for proposal in self._drafts.propose(requests):
+            proposal.token_ids.tolist()
+        return self._now() - started
+
+    @torch.inference_mode()
+    def _read_context(self, num_tokens: int) -> Tensor:
+        """Read the first request's context; its features, [n, m*d], or nothing without a drafter to want them."""
+        table, features = self._tables[0], []
+        for start in range(0, num_tokens, READ_TOKENS):
+            chunk = self._ids[start : min(start + READ_TOKENS, num_tokens)]
+            output = self._target.run(self._target.flatten([Piece(table, chunk, num_logits=1)]))
+            table.num_tokens += len(chunk)
+            if output.hidden is not None:
+                features.append(output.hidden)
+        return torch.cat(features) if features else torch.empty(0)
+
+    @torch.inference_mode()
+    def _share_context(self, num_tokens: int) -> None:
+        """Copy the first request's keys and values to all others: reading them anew would give the same."""
+        first, *others = self._tables
+        kv_cache = self._target.kv_cache
+        for table in others:
+            slots = torch.tensor(table.slots(0, num_tokens), device=self._target.device)
+            for layer in range(len(kv_cache.keys)):
+                keys, values = kv_cache.read(layer, first, 0, num_tokens)
+                kv_cache.write(layer, slots, keys.clone(), values.clone())
+            table.num_tokens = num_tokens
+
+    @torch.inference_mode()
+    def _draft_memories(self, num_tokens: int) -> list[DraftMemory]:
+        """The drafter's side of the context."""
+        if self._drafts is None:
+            return []
+        memories = [self._drafts.new_memory(table) for table in self._tables]
+        for memory in memories:
+            self._drafts.extend(memory, self._ids[:num_tokens], self._features)
+        return memories
+
+    def _now(self) -> float:
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
+        return time.perf_counter()
+
+
+def page_tables(num_tokens: Sequence[int], page_size: int) -> list[PageTable]:
+    """Pages for requests of so many tokens each, from a pool that holds just them."""
+    num_pages = [-(-tokens // page_size) for tokens in num_tokens]
+    pool = PagePool(sum(num_pages))
+    return [PageTable(pool.allocate(pages), page_size) for pages in num_pages]
