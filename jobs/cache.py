@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import runner
+from dspark.chat import require_supervision, training_sequences, truncate
 from dspark.config import build_config
 from dspark.data.answers import read_answers
 from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cache, resolve_layer_ids
-from dspark.data.chat import require_supervision, training_sequences, truncate
 from dspark.data.target_cache import MANIFEST, TargetCacheWriter
 from dspark.errors import DsparkError
 from dspark.provenance import read_json, require_same

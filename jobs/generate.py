@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import runner
+from dspark.chat import require_renderable
 from dspark.data.answers import AnswerStore, GenerateConfig, resolve_sampling
-from dspark.data.chat import require_renderable
 from dspark.data.prompts import Prompt, PromptSet, read_prompts
 from dspark.engine.sampling import SamplingParams
 from dspark.targets import load_tokenizer, target_identity

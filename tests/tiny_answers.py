@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from dspark.chat import ChatConfig
 from dspark.data.answers import AnswerStore
-from dspark.data.chat import ChatConfig
 from dspark.data.prompts import Prompt, PromptSet
 from dspark.targets import TargetConfig, target_identity
 

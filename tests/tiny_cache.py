@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from dspark.chat import ChatConfig
 from dspark.data.capture import CaptureWorker, PlannedSample
-from dspark.data.chat import ChatConfig
 from dspark.data.target_cache import TargetCache, TargetCacheWriter
 from dspark.targets import TargetConfig, load_target, target_identity
 

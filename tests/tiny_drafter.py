@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dspark.data.chat import ChatConfig
+from dspark.chat import ChatConfig
 from dspark.drafters.checkpoint import save_drafter
 from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter
 from dspark.provenance import write_json

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
+from dspark.chat import ChatConfig
 from dspark.config import Config
-from dspark.data.chat import ChatConfig
 from dspark.data.prompts import Prompt, PromptSet, PromptSource
 from dspark.engine.sampling import SamplingParams
 from dspark.errors import DsparkError, Mismatch, MissingInput, one_line

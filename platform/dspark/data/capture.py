@@ -13,9 +13,9 @@ from typing import Any
 import pydantic
 import torch
 
+from dspark.chat import training_sequences, truncate
 from dspark.config import Config, build_config
 from dspark.data.answers import AnswerSet
-from dspark.data.chat import training_sequences, truncate
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
 from dspark.engine.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.numerics import use_fast_float32_products

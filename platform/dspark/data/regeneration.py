@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dspark.chat import ChatConfig, render_prompt
 from dspark.config import build_config
 from dspark.data.answers import AnswerStore, GenerateConfig
-from dspark.data.chat import ChatConfig, render_prompt
 from dspark.data.decoding import Completion, DecodeRequest, DecodeRules, derive_seed, make_decoder
 from dspark.data.prompts import Prompt
 from dspark.engine.sampling import SamplingParams

@@ -13,8 +13,8 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from dspark.chat import ChatConfig, render_prompt
 from dspark.config import Config, build_config
-from dspark.data.chat import ChatConfig, render_prompt
 from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSource
 from dspark.engine.config import EngineConfig

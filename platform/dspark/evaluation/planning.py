@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark.chat import ChatConfig
 from dspark.config import build_config
-from dspark.data.chat import ChatConfig
 from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSet
 from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, drafter_sha256

@@ -57,9 +57,7 @@ def write_report(
         _picture("Confidence", reliability_plot(calibration or {}), "Prompts that were not fitted on. Area: rounds."),
         _calibration(calibration or {}),
         _picture("Cost of a step", cost_curve_plot(profile or {}), "Measured here."),
-        _picture(
-            "Throughput", load_plot(load or {}), "Closed loop, full-length answers."
-        ),
+        _picture("Throughput", load_plot(load or {}), "Closed loop, full-length answers."),
         _load(summary.get("load", {})),
         _answers(answers),
         _speed(evaluations),

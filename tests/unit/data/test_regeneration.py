@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark.chat import ChatConfig, render_prompt, training_sequences
 from dspark.data.answers import AnswerSampling, AnswerStore, GenerateConfig
-from dspark.data.chat import ChatConfig, render_prompt, training_sequences
 from dspark.data.prompts import Prompt, PromptSource
 from dspark.data.regeneration import AnswerWorker, deal, task_json
 from dspark.engine.sampling import SamplingParams

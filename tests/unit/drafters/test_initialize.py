@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter, resolve_mask_token
+from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
 from tiny_target import make_tiny_target, tiny_tokenizer
 

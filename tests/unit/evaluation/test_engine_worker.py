@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dspark.chat import ChatConfig, render_prompt
 from dspark.config import build_config
-from dspark.data.chat import ChatConfig, render_prompt
 from dspark.data.prompts import Prompt
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.checkpoint import load_drafter, save_drafter

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dspark.chat import ChatConfig
 from dspark.config import build_config
-from dspark.data.chat import ChatConfig
 from dspark.data.prompts import Prompt, PromptSet, RejectedRow
 from dspark.engine.loading import CALIBRATION, COST_CURVE
 from dspark.errors import Mismatch, MissingInput

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dspark.data.chat import (
+from dspark.chat import (
     ChatConfig,
     TokenSequence,
     render_prompt,

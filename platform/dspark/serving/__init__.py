@@ -1,0 +1,1 @@
+"""Ray Serve around the engine: the OpenAI API, replicas, the fleet scheduler."""

@@ -1,0 +1,70 @@
+"""Everything that `deployments/*.yaml` may say about a served target."""
+
+from pydantic import Field
+
+from dspark.chat import ChatConfig
+from dspark.config import Config
+from dspark.engine.config import EngineConfig
+from dspark.targets import TargetConfig
+
+
+class LimitsConfig(Config):
+    """What a client may ask for; more is refused with the limit's name."""
+
+    max_concurrent_requests: int = Field(256, ge=1)
+    """Requests of one replica, running or waiting; the next one gets status 429."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Tokens of a prompt; None leaves it to the target's context."""
+    max_output_tokens: int = Field(1024, ge=1)
+    """Tokens of an answer, and what a chat request that names no limit gets. KV memory is reserved for all of them."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """Seconds from a request's arrival to its last token; then it is ended with an error."""
+    max_body_bytes: int = Field(1_000_000, ge=1)
+    """Bytes of a request's body."""
+
+
+class FleetConfig(Config):
+    """How replicas talk to the fleet scheduler. None of it is ever waited for."""
+
+    enabled: bool = True
+    """Off: every replica decides alone. A single replica decides alone either way."""
+    name: str = "dspark-fleet"
+    """Name of the scheduler's actor: one per fleet that shares draft capacity."""
+    namespace: str = "dspark"
+    """Ray namespace of the actor."""
+    report_every_s: float = Field(0.1, gt=0)
+    """Seconds between a replica's reports."""
+    lease_ttl_s: float = Field(1.0, gt=0)
+    """Seconds a lease holds. A replica that gets no other in time decides by its local rule."""
+    idle_exit_s: float = Field(60.0, gt=0)
+    """Seconds without a report after which the actor ends itself."""
+    draft_tokens_per_s: float | None = Field(None, gt=0)
+    """Draft tokens per second that all replicas may verify together; None: each has its own hardware to draft on."""
+
+
+class ServeConfig(Config):
+    """The `args` of an application whose import path is `dspark.serving.app:build`."""
+
+    target: TargetConfig
+    drafter: str | None = None
+    """Folder of a trained drafter, where n-gram speculation takes the place of a missing one; or "ngram"; or None."""
+    chat: ChatConfig | None = None
+    """How messages become a prompt; None takes what the drafter was trained with, else the template's defaults."""
+    served_model_name: str | None = None
+    """Name by which clients ask for the model; None takes the target's."""
+    engine: EngineConfig = EngineConfig()
+    verify_length_without_curve: int = Field(3, ge=0)
+    """Draft tokens verified per request and step as long as no cost curve was measured on this hardware."""
+    limits: LimitsConfig = LimitsConfig()
+    fleet: FleetConfig = FleetConfig()
+    threads: int = Field(2, ge=1)
+    """CPU threads of a replica's tensor operations; replicas times threads should not pass a machine's cores."""
+    gpus_per_replica: float | None = Field(None, ge=0)
+    """GPUs of a replica; None takes one where the cluster has any."""
+    api_keys_file: str | None = None
+    """Text file with a key per line, of which a client must send one as `Authorization: Bearer …`; None lets everybody
+    in. The keys do not stand here because Serve logs and shows this config."""
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.target.name

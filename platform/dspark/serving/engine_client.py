@@ -1,0 +1,78 @@
+"""What the API and a target replica say to each other, and the way there through Ray Serve."""
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from dspark.engine.request import FinishReason
+from dspark.serving.openai_schema import GenerateRequest, Refusal
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+log = logging.getLogger("dspark")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one engine step added to an answer; counts are the usage so far. The last one has a finish reason."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class EngineClient(Protocol):
+    """The engine as the API sees it: one in this process, or replicas behind a Serve handle."""
+
+    def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
+        """The answer step by step; a refusal comes first, or last where something broke. Closing it frees all."""
+        ...
+
+    async def metrics(self) -> "Sequence[Metric]":
+        """Metric families of every replica, those of one name not joined yet."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raises: whatever keeps the engine from answering."""
+        ...
+
+
+class ReplicaClient:
+    """Replicas behind a Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._generate: DeploymentHandle[Any] = handle.options(method_name="generate", stream=True)
+
+    async def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
+        response = self._generate.remote(request_id, request)
+        assert isinstance(response, DeploymentResponseGenerator)
+        ended = False
+        try:
+            async for item in response:
+                ended = isinstance(item, Refusal) or item.finish_reason is not None
+                yield item
+            ended = True
+        except BackPressureError:
+            yield Refusal(429, "too many requests are waiting; try again later", code="rate_limit_exceeded")
+        except RayError:
+            log.exception("request %s: the replica failed", request_id)
+            yield Refusal(503, "the replica that worked on this request failed; try again", code="replica_failed")
+        finally:
+            if not ended:
+                response.cancel()
+
+    async def metrics(self) -> "Sequence[Metric]":
+        per_replica = await self._handle.broadcast("metrics").results_async(return_exceptions=True)
+        return [family for families in per_replica if not isinstance(families, Exception) for family in families]
+
+    async def check_health(self) -> None:
+        await self._handle.check_health.remote()

@@ -1,0 +1,251 @@
+"""The OpenAI-compatible HTTP API. It holds no model: every answer comes through an `EngineClient`."""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from dspark.serving.config import ServeConfig
+from dspark.serving.engine_client import Delta, EngineClient
+from dspark.serving.metrics import render
+from dspark.serving.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Refusal,
+    RequestRefused,
+    parse_request,
+)
+from dspark.serving.responses import DONE, ChatWriter, ModelCard, ModelList, TextWriter, error_event
+
+HEALTH_TIMEOUT_S = 0.8
+METRICS_TIMEOUT_S = 5.0
+CLIENT_GONE = 499  # nobody reads it; it stands in access logs
+INTERNAL = Refusal(500, "internal error; the server's log has the details", code="internal_error")
+
+Answers = AsyncGenerator[Delta | Refusal, None]
+T = TypeVar("T")
+
+log = logging.getLogger("dspark")
+
+
+def build_app(engine: EngineClient, config: ServeConfig) -> FastAPI:
+    """The API as an ASGI application."""
+    app = FastAPI(title="dspark", docs_url=None, redoc_url=None, openapi_url=None)
+    endpoints = _Endpoints(engine, config)
+    app.add_api_route("/health", endpoints.health)
+    app.add_api_route("/metrics", endpoints.metrics)
+    app.add_api_route("/v1/models", endpoints.models)
+    app.add_api_route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", endpoints.completions, methods=["POST"])
+    app.add_exception_handler(RequestRefused, _on_refused)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    return app
+
+
+def read_api_keys(path: str | Path) -> list[bytes]:
+    """The keys in a file, one per line. Raises: ValueError without any: an empty list would let everybody in."""
+    if not Path(path).is_file():
+        raise ValueError(f"api_keys_file not found: {path}; write a key per line into it, or leave it out")
+    keys = [line.strip() for line in Path(path).read_bytes().splitlines() if line.strip()]
+    if not keys:
+        raise ValueError(f"api_keys_file {path} holds no key; write one per line into it, or leave it out")
+    return keys
+
+
+class _Endpoints:
+    def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
+        self._engine = engine
+        self._model = config.model_name
+        self._max_body_bytes = config.limits.max_body_bytes
+        self._api_keys = [] if config.api_keys_file is None else read_api_keys(config.api_keys_file)
+        self._started = int(time.time())
+
+    async def health(self) -> Response:
+        """200 while a replica answers; the engine's own steps are not waited for."""
+        try:
+            await asyncio.wait_for(self._engine.check_health(), HEALTH_TIMEOUT_S)
+        except Exception as error:  # whatever it is, the answer is that nothing can be served
+            return JSONResponse({"status": "unavailable", "reason": type(error).__name__}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Prometheus text."""
+        try:
+            families = await asyncio.wait_for(self._engine.metrics(), METRICS_TIMEOUT_S)
+        except TimeoutError:
+            raise RequestRefused.of("the replicas did not answer in time", status=503) from None
+        return Response(render(families), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, http: Request) -> Response:
+        self._authorise(http)
+        return JSONResponse(ModelList(data=[ModelCard(id=self._model, created=self._started)]).model_dump())
+
+    async def chat_completions(self, http: Request) -> Response:
+        return await self._answer(http, ChatRequest, ChatWriter)
+
+    async def completions(self, http: Request) -> Response:
+        return await self._answer(http, CompletionRequest, TextWriter)
+
+    async def _answer(
+        self, http: Request, request_class: type[GenerateRequest], writer_class: type[TextWriter]
+    ) -> Response:
+        self._authorise(http)
+        request = parse_request(request_class, await _read_body(http, self._max_body_bytes))
+        if request.model != self._model:
+            message = f"model {request.model!r} is not served here; {self._model!r} is"
+            raise RequestRefused.of(message, param="model", code="model_not_found", status=404)
+        request_id = f"{writer_class.prefix}-{uuid.uuid4().hex}"
+        writer = writer_class(request_id, request)
+        answers = self._engine.generate(request_id, request)
+        try:
+            if request.stream:
+                return await _stream(http, request, writer, answers)
+            return await _whole(http, writer, answers)
+        except (RequestRefused, ClientDisconnect):
+            raise
+        except Exception:
+            log.exception("request %s failed", request_id)
+            raise RequestRefused(INTERNAL) from None
+
+    def _authorise(self, http: Request) -> None:
+        """Raises: RequestRefused (401) without a valid key. Every key is compared, each in constant time."""
+        if not self._api_keys:
+            return
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._api_keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "no valid API key; send one as `Authorization: Bearer KEY`"
+            raise RequestRefused.of(message, code="invalid_api_key", status=401)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events that are closed however they end, so that the engine hears of it."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], answers: Answers) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._generators = (events, answers)  # closing events that never began would not reach the answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for generator in self._generators:
+                await generator.aclose()
+
+
+async def _whole(http: Request, writer: TextWriter, answers: Answers) -> Response:
+    async with contextlib.aclosing(answers):
+        return JSONResponse(writer.whole(await _unless_gone(http, _collect(answers))))
+
+
+async def _stream(http: Request, request: GenerateRequest, writer: TextWriter, answers: Answers) -> Response:
+    """The stream, once its first item is there: until then an error still gets a status of its own."""
+    try:
+        first = await _unless_gone(http, _next(answers))
+        if isinstance(first, Refusal):
+            raise RequestRefused(first)
+    except BaseException:
+        await answers.aclose()
+        raise
+    return _EventStream(_events(request, writer, first, answers), answers)
+
+
+async def _events(
+    request: GenerateRequest, writer: TextWriter, first: Delta, answers: Answers
+) -> AsyncGenerator[bytes, None]:
+    """One event per step that has something to show, then what ended the answer."""
+    item: Delta | Refusal = first
+    try:
+        while True:
+            if isinstance(item, Refusal):
+                yield error_event(item)
+                return
+            if item.text or (request.return_token_ids and item.token_ids):
+                yield writer.chunk(item)
+            if item.finish_reason is not None:
+                break
+            item = await _next(answers)
+    except Exception:
+        log.exception("stream failed")
+        yield error_event(INTERNAL)
+        return
+    usage = writer.usage(item) if request.includes_usage else b""
+    yield writer.final(item) + usage + DONE
+
+
+async def _next(answers: Answers) -> Delta | Refusal:
+    item = await anext(answers, None)
+    if item is None:
+        raise RuntimeError("the answer ended without a finish reason")
+    return item
+
+
+async def _collect(answers: Answers) -> list[Delta]:
+    """All of an answer. Raises: RequestRefused if it is refused, or breaks."""
+    deltas: list[Delta] = []
+    while not deltas or deltas[-1].finish_reason is None:
+        item = await _next(answers)
+        if isinstance(item, Refusal):
+            raise RequestRefused(item)
+        deltas.append(item)
+    return deltas
+
+
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises: ClientDisconnect, with `work` cancelled, when the client hangs up before."""
+    working = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(_disconnect(http))
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        waiting.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+async def _disconnect(http: Request) -> None:
+    """Returns when the client has hung up. The body must have been read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(http: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise RequestRefused.of(f"the body is longer than {max_bytes} bytes", status=413)
+    return bytes(body)
+
+
+async def _on_refused(http: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestRefused)
+    return JSONResponse(error.refusal.body(), status_code=error.refusal.status)
+
+
+async def _on_http_error(http: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the form of every other error."""
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+    return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
+
+
+async def _on_disconnect(http: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)

@@ -1,0 +1,249 @@
+"""The OpenAI wire format: what a client may send and what it gets. What is not supported is refused by name."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeVar
+
+import pydantic
+import pydantic_core
+from pydantic import Field
+
+from dspark.config import Config
+from dspark.engine.sampling import SamplingParams
+
+MIN_TEMPERATURE = 0.01  # below it logits / temperature leaves float32
+MAX_STOP_STRINGS = 16
+INT64 = 2**63
+
+# Parameters of the API that change the output in a way this server does not, with the values that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),  # how tools are called; there are none
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# Say who asks or how it is billed and stored, never what is answered.
+WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+
+R = TypeVar("R", bound="GenerateRequest")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not, or no longer, served: an HTTP status and the fields of OpenAI's error object."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of an error response."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class RequestRefused(Exception):
+    """Carries a refusal up to where the response is written."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+    @classmethod
+    def of(cls, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> Self:
+        return cls(Refusal(status, message, param, code))
+
+
+class Wire(Config):
+    """JSON types as they are: "1" is no number and true is no integer."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+
+class StreamOptions(Wire):
+    """How a stream is told."""
+
+    include_usage: bool = False
+    """End the stream with a chunk that holds the usage and no choice."""
+
+
+class ChatTurn(Wire):
+    """One message of a conversation; a list of text parts is joined by line breaks."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str = Field(min_length=1)
+
+    @pydantic.field_validator("content", mode="before")
+    @classmethod
+    def _join_text_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return "\n".join(_text_of(part) for part in content)
+
+
+class GenerateRequest(Wire):
+    """What both endpoints take. Sampling defaults are OpenAI's: temperature 1, the whole distribution."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1, lt=2**31)
+    """Extension: keep this many most likely tokens."""
+    stop: list[str] = Field(default_factory=list, max_length=MAX_STOP_STRINGS)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    ignore_eos: bool = False
+    """Extension, for benchmarks: no stop token ends the answer."""
+    verify_length: int | None = Field(None, ge=0)
+    """Extension, for tests and benchmarks: verify this many draft tokens a round, whatever the scheduler says."""
+    return_token_ids: bool = False
+    """Extension: each choice carries the ids of its tokens as `token_ids`."""
+
+    @pydantic.field_validator("temperature")
+    @classmethod
+    def _keep_logits_finite(cls, temperature: float) -> float:
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        return temperature
+
+    @pydantic.field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, stop: Any) -> Any:
+        stops = [stop] if isinstance(stop, str) else stop
+        if isinstance(stops, list) and "" in stops:
+            raise ValueError("a stop string must not be empty")
+        return stops
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer, or None to leave it to the server."""
+        return self.max_tokens
+
+    @property
+    def token_limit_name(self) -> str:
+        return "max_tokens"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(GenerateRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatTurn] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def token_limit_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class CompletionRequest(GenerateRequest):
+    """POST /v1/completions. A prompt is a text or token ids; several prompts are several requests."""
+
+    prompt: str | list[int]
+
+    @pydantic.field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
+            if len(prompt) != 1:
+                raise ValueError(f"holds {len(prompt)} prompts; send one request for each")
+            prompt = prompt[0]
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
+            raise ValueError("must be a string or a list of token ids")
+        if not prompt:
+            raise ValueError("must not be empty")
+        return prompt
+
+
+def parse_request(request_class: type[R], body: bytes) -> R:
+    """The request in a JSON body. Raises: RequestRefused (400) naming the first parameter that is wrong."""
+    try:
+        content = pydantic_core.from_json(body)
+    except ValueError as error:
+        raise RequestRefused.of(f"the body is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RequestRefused.of("the body must be a JSON object")
+    given = {name: value for name, value in content.items() if value is not None and name not in WITHOUT_EFFECT}
+    for name in sorted(given.keys() & UNSUPPORTED.keys()):
+        if not _asks_for_nothing(given.pop(name), UNSUPPORTED[name]):
+            raise RequestRefused.of(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+    try:
+        request = request_class.model_validate(given)
+    except pydantic.ValidationError as error:
+        raise _first_problem(error, request_class) from None
+    _require_consistent(request)
+    return request
+
+
+def _require_consistent(request: GenerateRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestRefused.of("stream_options needs stream = true", param="stream_options")
+    if request.max_tokens is not None and request.token_limit != request.max_tokens:
+        raise RequestRefused.of(
+            f"max_tokens is {request.max_tokens} but max_completion_tokens is {request.token_limit}; send one of them",
+            param="max_tokens",
+        )
+
+
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether the value is one of the neutral ones; 0 is not false here, since `logprobs: 0` does ask for something."""
+    return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text":
+        text = part["text"]
+        if isinstance(text, str):
+            return text
+    raise ValueError('only parts of the form {"type": "text", "text": "..."} are supported')
+
+
+def _first_problem(error: pydantic.ValidationError, request_class: type[GenerateRequest]) -> RequestRefused:
+    """The first thing that is wrong, without repeating what was sent: it may be a prompt."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(param, list(request_class.model_fields), n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "; leave it out"
+        return RequestRefused.of(f"{param} is not known{hint}", param=param, code="unknown_parameter")
+    if problem["type"] == "missing":
+        return RequestRefused.of(f"{param} is required", param=param)
+    return RequestRefused.of(f"{param}: {problem['msg'].removeprefix('Value error, ')}", param=param)

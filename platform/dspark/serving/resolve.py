@@ -1,0 +1,87 @@
+"""From a request of the API to one of the engine, with what only the target knows: template, vocabulary, context."""
+
+import copy
+
+from dspark.chat import ChatConfig, render_prompt
+from dspark.engine.loading import LoadedEngine
+from dspark.engine.request import GenerationRequest
+from dspark.serving.config import LimitsConfig
+from dspark.serving.openai_schema import ChatRequest, CompletionRequest, GenerateRequest, RequestRefused
+
+DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
+
+TOO_LONG = "context_length_exceeded"
+
+
+class RequestResolver:
+    """Makes engine requests; what cannot be one is refused with the parameter's name."""
+
+    def __init__(self, loaded: LoadedEngine, chat: ChatConfig, limits: LimitsConfig) -> None:
+        # Its own: a fast tokenizer that encodes here while the engine's thread decodes fails as "already borrowed".
+        self._tokenizer = copy.deepcopy(loaded.tokenizer)
+        self._chat = chat
+        self._limits = limits
+        self._stop_ids = loaded.stop_ids
+        self._block_size = loaded.engine.block_size
+        self._context = loaded.engine.max_context_tokens
+        self._vocabulary_size = loaded.target.vocabulary_size
+
+    def resolve(self, request_id: str, request: GenerateRequest) -> GenerationRequest:
+        """Raises: RequestRefused (400)."""
+        if request.verify_length is not None and request.verify_length > self._block_size:
+            message = f"verify_length {request.verify_length} is over the drafter's block of {self._block_size}"
+            raise RequestRefused.of(message, param="verify_length")
+        prompt_ids = self._prompt_ids(request)
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_ids=tuple(prompt_ids),
+            sampling=request.sampling,
+            max_tokens=self._max_tokens(request, len(prompt_ids)),
+            stop_ids=frozenset() if request.ignore_eos else self._stop_ids,
+            stop_strings=tuple(request.stop),
+            seed=request.seed,
+            verify_length=request.verify_length,
+        )
+
+    def _prompt_ids(self, request: GenerateRequest) -> list[int]:
+        if isinstance(request, ChatRequest):
+            try:
+                return render_prompt(self._tokenizer, [turn.model_dump() for turn in request.messages], self._chat)
+            except ValueError as error:
+                raise RequestRefused.of(str(error), param="messages") from None
+        assert isinstance(request, CompletionRequest)
+        if isinstance(request.prompt, str):
+            return list(self._tokenizer(request.prompt)["input_ids"])
+        for token_id in request.prompt:
+            if not 0 <= token_id < self._vocabulary_size:
+                message = f"token id {token_id} is outside of the vocabulary of {self._vocabulary_size}"
+                raise RequestRefused.of(message, param="prompt")
+        return request.prompt
+
+    def _max_tokens(self, request: GenerateRequest, num_prompt: int) -> int:
+        """Tokens the answer may have. Raises: RequestRefused when prompt or answer are over a limit."""
+        most, wanted = self._limits.max_output_tokens, request.token_limit
+        room = self._room(request, num_prompt)
+        if wanted is None:
+            default = DEFAULT_COMPLETION_TOKENS if isinstance(request, CompletionRequest) else most
+            return min(default, most, room)
+        name = request.token_limit_name
+        if wanted > most:
+            raise RequestRefused.of(f"{name} is {wanted}; this server allows {most}", param=name)
+        if wanted > room:
+            message = f"prompt ({num_prompt} tokens) and {name} ({wanted}) are over the context of {self._context}"
+            raise RequestRefused.of(message, param=name, code=TOO_LONG)
+        return wanted
+
+    def _room(self, request: GenerateRequest, num_prompt: int) -> int:
+        """Tokens that fit behind the prompt. Raises: RequestRefused when the prompt is too long."""
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        most = self._limits.max_prompt_tokens
+        if most is not None and num_prompt > most:
+            message = f"the prompt has {num_prompt} tokens; this server allows {most}"
+            raise RequestRefused.of(message, param=param, code=TOO_LONG)
+        room = self._limits.max_output_tokens if self._context is None else self._context - num_prompt
+        if room < 1:
+            message = f"the prompt has {num_prompt} tokens and leaves no room in the context of {self._context}"
+            raise RequestRefused.of(message, param=param, code=TOO_LONG)
+        return room

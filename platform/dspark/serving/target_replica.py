@@ -1,0 +1,139 @@
+"""A replica: one engine with its target and drafter, stepped in a thread, asked through `generate`."""
+
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from dspark.chat import ChatConfig
+from dspark.config import build_config
+from dspark.engine.loading import LoadedEngine, load_engine
+from dspark.engine.request import GenerationRequest
+from dspark.serving.config import ServeConfig
+from dspark.serving.engine_client import Delta
+from dspark.serving.engine_loop import EngineLoop, EngineStopped
+from dspark.serving.fleet_link import FleetLink, LoadMeter
+from dspark.serving.metrics import ReplicaMetrics, counter, engine_families, gauge, with_label
+from dspark.serving.openai_schema import GenerateRequest, Refusal, RequestRefused
+from dspark.serving.resolve import RequestResolver
+from dspark.serving.scheduler_actor import connect_scheduler
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+log = logging.getLogger("dspark")
+
+
+class TargetReplica:
+    """A Serve deployment's class that also works without Serve: then it belongs to no fleet.
+
+    Raises: DsparkError when target, drafter and calibration do not belong together, so that it never starts.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.id = _replica_id()
+        self.loaded = load_engine(
+            config.target,
+            config.drafter,
+            config=config.engine,
+            num_threads=config.threads,
+            length_without_curve=config.verify_length_without_curve,
+            is_missing_drafter_ok=True,
+        )
+        engine = self.loaded.engine
+        self._limits = config.limits
+        self._resolver = RequestResolver(self.loaded, _chat(config, self.loaded), config.limits)
+        self._metrics = ReplicaMetrics()
+        self._fleet = None
+        if config.fleet.enabled and ray.is_initialized():
+            meter = LoadMeter(engine, self.id)
+            self._fleet = FleetLink(config.fleet, report=meter.report, connect=connect_scheduler)
+            self._fleet.start()
+        self._loop = EngineLoop(engine, self._metrics, capacity=self._fleet.capacity if self._fleet else None)
+        self._loop.start()
+        log.info("replica %s serves %s, drafter %s", self.id, config.target.name, engine.drafter_kind)
+
+    async def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
+        """The answer step by step; a refusal comes first, or last where something broke. Closing it frees all."""
+        try:
+            resolved = self._admit(request_id, request)
+        except RequestRefused as refused:
+            self._metrics.count_refusal(refused.refusal.status)
+            yield refused.refusal
+            return
+        outputs = self._loop.generate(resolved, timeout_s=self._limits.request_timeout_s)
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield Delta(
+                        output.text,
+                        output.token_ids,
+                        output.finish_reason,
+                        output.num_prompt_tokens,
+                        output.num_output_tokens,
+                    )
+        except ValueError as error:
+            yield Refusal(400, str(error))
+        except TimeoutError as error:
+            yield Refusal(504, f"the request took too long: {error}", code="timeout")
+        except EngineStopped as error:
+            yield Refusal(503, error.message, code="engine_stopped")
+
+    async def metrics(self) -> "list[Metric]":
+        """Metric families, each sample with this replica's id."""
+        families = [*self._metrics.families(), *engine_families(self.loaded.engine), *self._state_families()]
+        return with_label(families, "replica", self.id)
+
+    async def check_health(self) -> None:
+        """Raises: EngineStopped when the engine no longer runs; Serve then replaces the replica."""
+        self._loop.check()
+
+    def close(self) -> None:
+        """Stop the threads; open requests end with an error."""
+        if self._fleet is not None:
+            self._fleet.stop()
+        self._loop.stop()
+
+    def __del__(self) -> None:  # how Serve tells a replica that it ends
+        if hasattr(self, "_loop"):
+            self.close()
+
+    def _admit(self, request_id: str, request: GenerateRequest) -> GenerationRequest:
+        most = self._limits.max_concurrent_requests
+        if self._loop.num_open >= most:
+            message = f"{most} requests are running or waiting; try again later"
+            raise RequestRefused.of(message, code="rate_limit_exceeded", status=429)
+        return self._resolver.resolve(request_id, request)
+
+    def _state_families(self) -> "list[Metric]":
+        """What is fixed from the start, what was found missing then, and how it stands with the fleet."""
+        engine = self.loaded.engine
+        families = [gauge("drafter_info", "The drafter in use.", 1, {"kind": engine.drafter_kind})]
+        for note in self.loaded.notes:
+            families.append(gauge("notice", "What was missing when the replica started.", 1, {"text": note}))
+        if engine.policy.verify_length is not None:
+            text = "Draft tokens every step verifies; absent when the scheduler decides."
+            families.append(gauge("fixed_verify_length", text, engine.policy.verify_length))
+        if self._fleet is not None:
+            is_attached = self._fleet.is_attached
+            text = "Times a lease ran out and the replica went on by its local rule."
+            families.append(counter("fleet_fallbacks", text, self._fleet.num_fallbacks))
+            families.append(gauge("fleet_attached", "1 while a lease of the fleet scheduler holds.", is_attached))
+        return families
+
+
+def _chat(config: ServeConfig, loaded: LoadedEngine) -> ChatConfig:
+    if config.chat is not None or loaded.provenance is None:
+        return config.chat or ChatConfig()
+    return build_config(ChatConfig, loaded.provenance["chat"], source="provenance.json of the drafter")
+
+
+def _replica_id() -> str:
+    try:
+        return serve.get_replica_context().replica_id.unique_id
+    except RayServeException:
+        return "local"

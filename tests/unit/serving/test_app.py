@@ -1,0 +1,54 @@
+"""The application that arguments make, without a cluster."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.serve._private.build_app import build_app as flatten
+
+from dspark.serving.app import build
+
+
+def args(**changes: Any) -> dict[str, Any]:
+    return {"target": {"name": "bundled:smollm2-135m-instruct"}, "threads": 2} | changes
+
+
+def deployments(**changes: Any) -> dict[str, Any]:
+    built = flatten(build(args(**changes)), name="dspark")
+    return {deployment.name: deployment for deployment in built.deployments}
+
+
+def test_ingress_and_replica_are_deployed() -> None:
+    assert deployments().keys() == {"Ingress", "TargetReplica"}
+
+
+def test_the_replicas_environment_is_set_before_torch_loads() -> None:
+    options = deployments(threads=3)["TargetReplica"].ray_actor_options
+    environment = options["runtime_env"]["env_vars"]
+    assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("3", "0")
+
+
+def test_the_replica_can_refuse_what_is_over_its_limit() -> None:
+    replica = deployments(limits={"max_concurrent_requests": 40})["TargetReplica"]
+    assert replica.max_ongoing_requests > 40
+
+
+@pytest.mark.parametrize(("drafter", "expected"), [("runs/x", None), ("ngram", "ngram"), (None, None)])
+def test_a_relative_drafter_is_found_from_where_serve_runs(
+    drafter: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (config,) = deployments(drafter=drafter)["TargetReplica"].init_args
+    assert config.drafter == (os.path.join(tmp_path, "runs/x") if drafter == "runs/x" else expected)
+
+
+def test_a_relative_key_file_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (config, _) = deployments(api_keys_file="keys")["Ingress"].init_args
+    assert config.api_keys_file == os.path.join(tmp_path, "keys")
+
+
+def test_a_misspelt_argument_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown key 'draftr'; did you mean 'drafter'"):
+        build(args(draftr="x"))

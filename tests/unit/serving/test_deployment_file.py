@@ -1,0 +1,67 @@
+"""Deployment files load strictly here, and Ray Serve takes them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from dspark.config import build_config, load_config
+from dspark.serving.deployment_file import DeploymentFile
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted((ROOT / "deployments").glob("*.yaml"))
+
+
+def content() -> Any:
+    return yaml.safe_load((ROOT / "deployments" / "dspark.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_file_loads(path: Path) -> None:
+    load_config(DeploymentFile, path)
+    ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+
+
+def test_the_demos_file_is_on_loopback_with_the_demos_target_and_drafter() -> None:
+    loaded = load_config(DeploymentFile, ROOT / "deployments" / "dspark.yaml")
+    args = loaded.applications[0].args
+    assert loaded.http_options.host == "127.0.0.1"
+    assert (args.target.name, args.drafter) == ("bundled:smollm2-135m-instruct", "runs/demo/drafter")
+    demo = yaml.safe_load((ROOT / "configs" / "demo" / "generate.yaml").read_text())
+    assert args.target.model_dump(include={"name", "dtype"}) == demo["target"]
+    assert {deployment.name for deployment in loaded.applications[0].deployments} == {"Ingress", "TargetReplica"}
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every mapping of the file."""
+    found = [path] if isinstance(node, dict) else []
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return found + [place for key, child in items for place in places(child, (*path, key))]
+
+
+@pytest.mark.parametrize("place", places(content()), ids=str)
+def test_a_misspelt_key_is_refused_wherever_it_stands(place: tuple[Any, ...]) -> None:
+    changed = node = content()
+    for key in place:
+        node = node[key]
+    node["num_replica"] = 4
+    with pytest.raises(ValueError, match=r"unknown key '[a-z0-9_.]*num_replica'"):
+        build_config(DeploymentFile, changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["applications"][0]["deployments"][1].update(max_ongoing_requests=256), "max_concurrent_requests"),
+        (lambda c: c["applications"][0]["deployments"][1].update(graceful_shutdown_timeout_s=20), "graceful"),
+        (lambda c: c["http_options"].update(request_timeout_s=600), "limits.request_timeout_s"),
+        (lambda c: c["applications"][0].update(import_path="dspark.serving.app:biuld"), "import_path"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(change: Any, message: str) -> None:
+    changed = content()
+    change(changed)
+    with pytest.raises(ValueError, match=message):
+        build_config(DeploymentFile, changed)

@@ -1,0 +1,51 @@
+"""The way to a replica through a Serve handle, in Serve's local testing mode: no cluster, the same calls."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from dspark.serving.engine_client import Delta, ReplicaClient
+from dspark.serving.metrics import render
+from dspark.serving.openai_schema import CompletionRequest, Refusal
+from dspark.serving.target_replica import TargetReplica
+from tiny_serving import MODEL, serve_config
+
+
+@pytest.fixture(scope="module")
+def client(tiny_target: Path) -> ReplicaClient:
+    app = serve.deployment()(TargetReplica).bind(serve_config(tiny_target))
+    return ReplicaClient(serve.run(app, _local_testing_mode=True))
+
+
+def request(**fields: Any) -> CompletionRequest:
+    return CompletionRequest(model=MODEL, prompt=[5, 6], temperature=0.0, ignore_eos=True, **fields)
+
+
+def test_an_answer_comes_step_by_step(client: ReplicaClient) -> None:
+    async def run() -> list[Any]:
+        return [item async for item in client.generate("r", request(max_tokens=20))]
+
+    items = asyncio.run(run())
+    assert all(isinstance(item, Delta) for item in items)
+    assert sum(len(item.token_ids) for item in items) == items[-1].num_output_tokens == 20
+    assert [item.finish_reason for item in items][-2:] == [None, "length"]
+
+
+def test_a_refusal_is_the_only_item(client: ReplicaClient) -> None:
+    async def run() -> list[Any]:
+        return [item async for item in client.generate("r", request(max_tokens=5000))]
+
+    (item,) = asyncio.run(run())
+    assert isinstance(item, Refusal)
+    assert item.status == 400
+
+
+def test_metrics_and_health_are_asked_for_by_the_same_way(client: ReplicaClient) -> None:
+    async def run() -> bytes:
+        await client.check_health()
+        return render(await client.metrics())
+
+    assert b'dspark_drafter_info{kind="ngram"' in asyncio.run(run())

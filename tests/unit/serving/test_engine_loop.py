@@ -1,0 +1,149 @@
+"""Requests of an event loop on an engine that steps in its own thread."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark.engine.engine import Engine
+from dspark.serving.engine_loop import EngineLoop, EngineStopped
+from dspark.serving.metrics import ReplicaMetrics
+from tiny_engine import PROMPTS, greedy_continuations, ids_of, load, make_engine, request
+from tiny_serving import wait_until
+
+
+@pytest.fixture
+def engine(tiny_target: Path) -> Engine:
+    return make_engine(load(tiny_target))
+
+
+@pytest.fixture
+def loop(engine: Engine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine, ReplicaMetrics())
+    loop.start()
+    yield loop
+    loop.stop()
+
+
+def is_empty(engine: Engine) -> bool:
+    return not engine.has_work and engine.num_free_pages == engine.num_pages
+
+
+async def outputs_of(loop: EngineLoop, one: Any, *, timeout_s: float = 30.0) -> list[Any]:
+    return [output async for output in loop.generate(one, timeout_s=timeout_s)]
+
+
+def test_each_request_gets_its_own_answer(loop: EngineLoop, tiny_target: Path) -> None:
+    async def run() -> list[Any]:
+        requests = [request(prompt, str(i), max_tokens=12) for i, prompt in enumerate(PROMPTS)]
+        return await asyncio.gather(*(outputs_of(loop, one) for one in requests))
+
+    answers = asyncio.run(run())
+    assert [ids_of(answer) for answer in answers] == greedy_continuations(load(tiny_target), PROMPTS, 12)
+    assert loop.num_open == 0
+
+
+def test_an_idle_loop_waits_without_stepping(loop: EngineLoop) -> None:
+    asyncio.run(outputs_of(loop, request([5], max_tokens=3)))
+    steps = loop.engine.stats.steps
+    asyncio.run(asyncio.sleep(0.05))
+    assert loop.engine.stats.steps == steps
+    asyncio.run(outputs_of(loop, request([5], max_tokens=3)))  # and from another event loop
+
+
+def test_a_request_the_engine_refuses_leaves_nothing_behind(loop: EngineLoop) -> None:
+    async def run() -> None:
+        with pytest.raises(ValueError, match="over the context"):
+            await outputs_of(loop, request([5], max_tokens=5000))
+        assert ids_of(await outputs_of(loop, request([5], max_tokens=3)))
+
+    asyncio.run(run())
+    assert loop.num_open == 0
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_closing_a_request_frees_its_pages(loop: EngineLoop, after: int) -> None:
+    async def run() -> bool:
+        answer = loop.generate(request([5, 6], max_tokens=400), timeout_s=30)
+        task = asyncio.ensure_future(anext(answer)) if after == 0 else None
+        if task is not None:
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for _ in range(after):
+            await anext(answer)
+        await answer.aclose()
+        return await wait_until(lambda: is_empty(loop.engine))
+
+    assert asyncio.run(run())
+    assert loop.num_open == 0
+
+
+def test_a_failure_reaches_every_request_and_every_later_one(loop: EngineLoop) -> None:
+    def fail() -> Any:
+        raise RuntimeError("broken")
+
+    async def run() -> list[Any]:
+        answers = [loop.generate(request([5], str(i), max_tokens=400), timeout_s=30) for i in range(3)]
+        for answer in answers:
+            await anext(answer)
+        loop.engine.step = fail  # type: ignore[method-assign]
+        return await asyncio.gather(*(drain(answer) for answer in answers), return_exceptions=True)
+
+    async def drain(answer: Any) -> None:
+        async for _ in answer:
+            pass
+
+    assert [type(error) for error in asyncio.run(run())] == [EngineStopped] * 3
+    with pytest.raises(EngineStopped, match="RuntimeError"):
+        loop.check()
+    with pytest.raises(EngineStopped):
+        asyncio.run(outputs_of(loop, request([5], "late")))
+
+
+def test_pages_that_got_lost_are_a_failure(loop: EngineLoop) -> None:
+    asyncio.run(outputs_of(loop, request([5], max_tokens=3)))
+    loop.engine._requests.pool.allocate(1)  # held by nobody
+    asyncio.run(outputs_of(loop, request([5], max_tokens=3)))
+    loop._thread.join(5)
+    with pytest.raises(EngineStopped, match="AssertionError"):
+        loop.check()
+
+
+def test_stopping_ends_the_thread_and_what_is_open(engine: Engine) -> None:
+    loop = EngineLoop(engine, ReplicaMetrics())
+    loop.start()
+
+    async def run() -> None:
+        answer = loop.generate(request([5], max_tokens=400), timeout_s=30)
+        await anext(answer)
+        await asyncio.to_thread(loop.stop)
+        with pytest.raises(EngineStopped, match="was stopped"):
+            async for _ in answer:
+                pass
+
+    asyncio.run(run())
+    assert not loop._thread.is_alive()
+
+
+def test_time_is_up(loop: EngineLoop) -> None:
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
+        asyncio.run(outputs_of(loop, request([5], max_tokens=500), timeout_s=0.01))
+    assert asyncio.run(wait_until(lambda: is_empty(loop.engine)))
+
+
+def test_the_capacity_is_asked_for_before_each_step(engine: Engine) -> None:
+    asked: list[int] = []
+
+    def capacity() -> int:
+        asked.append(len(asked))
+        return 5
+
+    loop = EngineLoop(engine, ReplicaMetrics(), capacity=capacity)
+    loop.start()
+    asyncio.run(outputs_of(loop, request([5], max_tokens=6)))
+    loop.stop()
+    assert engine.draft_capacity == 5
+    assert len(asked) == engine.stats.steps
