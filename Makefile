@@ -3,10 +3,6 @@ PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-# OpenMP threads that spin at barriers cost a factor of four and more where cores are shared.
-export GOMP_SPINCOUNT := 0
-export OMP_NUM_THREADS := 1
-
 .PHONY: demo test lint clean
 
 demo: .venv/.installed-base

@@ -49,7 +49,7 @@ def main(config_class: type[C], run: RunStage, *, default_config: str, argv: Seq
 
 
 def worker_environment() -> dict[str, str]:
-    """Threads that spin at OpenMP barriers cost a factor of four and more where cores are shared."""
+    """For Ray's workers. Threads that spin at barriers cost a factor of four and more where cores are shared."""
     return {
         "GOMP_SPINCOUNT": "0",
         "OMP_NUM_THREADS": "1",
@@ -145,5 +145,7 @@ def _has_gpu() -> bool:
 
 
 # OpenMP reads its settings when torch is loaded, and jobs import torch after this module: later would be too late.
+# A job that runs an engine itself has the cores to itself: a short spin at barriers makes its steps twice as fast.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 for _name, _value in worker_environment().items():
     os.environ.setdefault(_name, _value)

@@ -51,7 +51,7 @@ def _replica_resources(config: ServeConfig) -> dict[str, Any]:
     """Ray's CPUs are bookkeeping; the threads that a replica really uses are set by its environment."""
     environment = {
         "OMP_NUM_THREADS": str(config.threads),
-        "GOMP_SPINCOUNT": "0",  # threads that spin at barriers take the cores that API and event loop need
+        "GOMP_SPINCOUNT": "10000",  # a short spin at barriers: none doubles a step, a long one starves API and loop
         "THP_MEM_ALLOC_ENABLE": "1",  # tensors on huge pages
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -123,4 +123,4 @@ def test_importing_the_runner_sets_what_openmp_needs_and_leaves_the_users_own_se
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"OMP_NUM_THREADS": "7", "PYTHONPATH": os.pathsep.join([str(JOBS), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "7", "False"]
+    assert done.stdout.split() == ["10000", "7", "False"]

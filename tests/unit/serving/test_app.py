@@ -26,7 +26,7 @@ def test_ingress_and_replica_are_deployed() -> None:
 def test_the_replicas_environment_is_set_before_torch_loads() -> None:
     options = deployments(threads=3)["TargetReplica"].ray_actor_options
     environment = options["runtime_env"]["env_vars"]
-    assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("3", "0")
+    assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("3", "10000")
 
 
 def test_the_replica_can_refuse_what_is_over_its_limit() -> None:
