@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from dspark.serving.ingress import build_app
 from dspark.serving.target_replica import TargetReplica
 
 MODEL = "tiny"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def serve_config(target: str | Path, **changes: Any) -> ServeConfig:
@@ -123,3 +126,48 @@ async def wait_until(holds: Callable[[], bool], *, seconds: float = 5.0) -> bool
             return False
         await asyncio.sleep(0.01)
     return True
+
+
+def post(replica: TargetReplica, path: str, body: Any, **config: Any) -> httpx.Response:
+    async def talk(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(path, json=body)
+
+    return ask(replica, serve_config("unused", **config), talk)
+
+
+def error_of(response: httpx.Response) -> Any:
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+def is_empty(replica: TargetReplica) -> bool:
+    engine = replica.loaded.engine
+    return not engine.has_work and engine.num_free_pages == engine.num_pages
+
+
+def num_ended(replica: TargetReplica, reason: str) -> float:
+    """Requests that ended so."""
+    samples = [sample for family in asyncio.run(replica.metrics()) for sample in family.samples]
+    return sum(s.value for s in samples if s.name == "dspark_requests_total" and s.labels["finish_reason"] == reason)
+
+
+class slowed:  # noqa: N801, reads as what it does
+    """The engine with a pause before each step: a large model's pace at a tiny one's cost."""
+
+    def __init__(self, replica: TargetReplica, seconds: float) -> None:
+        self.engine, self.seconds, self.entered = replica.loaded.engine, seconds, threading.Event()
+
+    def __enter__(self) -> "slowed":
+        step = self.engine.step
+
+        def slow() -> Any:
+            self.entered.set()
+            time.sleep(self.seconds)
+            return step()
+
+        self.engine.step = slow  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        del self.engine.step

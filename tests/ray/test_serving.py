@@ -5,7 +5,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,25 +16,30 @@ from ray import serve
 
 from dspark.serving.app import build
 from dspark.serving.config import FleetConfig, ServeConfig
+from dspark.serving.metrics import ENDINGS
 from dspark.serving.scheduler_actor import connect_scheduler, scheduler_name
 from dspark.speculation.fleet import ReplicaReport
 from local_cluster import start_local_cluster
 from tiny_drafter import make_tiny_drafter
 from tiny_serving import MODEL, completion, serve_config
+from tiny_target import make_tiny_target
 
 pytestmark = pytest.mark.ray
 
+LONG = 4000  # tokens of an answer that nobody waits for
+
 CONFIG: dict[str, Any] = {
-    "engine": {"page_size": 4, "kv_tokens": 4096, "max_running_requests": 8},
-    "limits": {"max_output_tokens": 450, "max_concurrent_requests": 40},
+    "engine": {"page_size": 16, "kv_tokens": 65536, "max_running_requests": 8},
+    "limits": {"max_output_tokens": LONG, "max_concurrent_requests": 40},
     "fleet": {"enabled": True, "report_every_s": 0.05, "lease_ttl_s": 0.4},
 }
 
 
 @pytest.fixture(scope="module")
-def config(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
-    drafter = make_tiny_drafter(tmp_path_factory.mktemp("serving") / "drafter", tiny_target)
-    return serve_config(tiny_target, drafter=str(drafter), **CONFIG)
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
+    folder = tmp_path_factory.mktemp("serving")
+    target = make_tiny_target(folder / "target", max_length=LONG + 96)
+    return serve_config(target, drafter=str(make_tiny_drafter(folder / "drafter", target)), **CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +129,7 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
         ask(client, "hello", n=2)
     assert refused.value.param == "n"
     with pytest.raises(openai.BadRequestError) as too_long:
-        ask(client, "x" * 2000, stream=True)
+        ask(client, "x" * 2 * LONG, stream=True)
     assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hello"}])
@@ -160,7 +164,7 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, client: openai.Open
 
     async def hang_up(http: httpx.AsyncClient, at_most: asyncio.Semaphore, k: int) -> None:
         """After the first chunk, or while nothing has come yet."""
-        body = completion(f"question {k}", max_tokens=450, stream=k % 4 > 0, verify_length=0)
+        body = completion(f"question {k}", max_tokens=LONG, stream=k % 4 > 0, verify_length=0)
         async with at_most:
             if not body["stream"]:
                 with pytest.raises(httpx.TimeoutException):
@@ -178,12 +182,12 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, client: openai.Open
     asyncio.run(run())
     assert wait_for(lambda: is_empty(url), seconds=5.0)
     after = figures(url)
-    aborted, ended = (
-        after[f"dspark_requests_total:{reason}"] - before[f"dspark_requests_total:{reason}"]
-        for reason in ("abort", "length")
-    )
-    assert aborted + ended == 100
-    assert aborted >= 95
+    ended = {
+        reason: after[f"dspark_requests_total:{reason}"] - before[f"dspark_requests_total:{reason}"]
+        for reason in ENDINGS
+    }
+    assert 75 <= ended.pop("abort") <= 100  # a client that waits 0.3 s may be gone before its request is begun
+    assert not any(ended.values()), ended
     assert ask(client, "hello").usage.completion_tokens == 40
 
 
@@ -222,7 +226,7 @@ def test_a_scheduler_without_replicas_ends_itself(url: str) -> None:
 
 def test_a_dead_replica_ends_its_streams_with_an_error_and_is_replaced(url: str, client: openai.OpenAI) -> None:
     text = ask(client, "hello").choices[0].message.content
-    stream = iter(ask(client, "hello", stream=True, max_tokens=450))
+    stream = iter(ask(client, "hello", stream=True, max_tokens=LONG))
     next(stream)
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     (name,) = [name for name in names if "TargetReplica" in name]

@@ -1,9 +1,6 @@
-"""The API over a real tiny engine: formats, refusals, disconnects, keys, health."""
+"""The API over a real tiny engine: formats, stops, seeds, refusals, keys, metrics."""
 
 import asyncio
-import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dspark.serving.ingress import build_app, read_api_keys
+from dspark.serving.ingress import read_api_keys
 from dspark.serving.target_replica import TargetReplica
-from tiny_serving import MODEL, ask, chat, client_of, completion, events, hang_up, serve_config, wait_until
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+from tiny_serving import CHAT, MODEL, TEXT, ask, chat, completion, error_of, events, post, serve_config
 
 
 @pytest.fixture(scope="module")
@@ -23,24 +18,6 @@ def replica(tiny_target: Path) -> Iterator[TargetReplica]:
     replica = TargetReplica(serve_config(tiny_target))
     yield replica
     replica.close()
-
-
-def post(replica: TargetReplica, path: str, body: Any, **config: Any) -> httpx.Response:
-    async def talk(client: httpx.AsyncClient) -> httpx.Response:
-        return await client.post(path, json=body)
-
-    return ask(replica, serve_config("unused", **config), talk)
-
-
-def is_empty(replica: TargetReplica) -> bool:
-    engine = replica.loaded.engine
-    return not engine.has_work and engine.num_free_pages == engine.num_pages
-
-
-def error_of(response: httpx.Response) -> Any:
-    error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    return error
 
 
 @pytest.mark.parametrize(("path", "make"), [(CHAT, chat), (TEXT, completion)])
@@ -220,59 +197,6 @@ def test_a_key_file_without_keys_locks_nobody_in_or_out(tmp_path: Path) -> None:
         read_api_keys(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(("stream", "after_chunks"), [(False, 0), (True, 0), (True, 1), (True, 3)])
-def test_a_client_that_hangs_up_frees_its_pages(replica: TargetReplica, stream: bool, after_chunks: int) -> None:
-    app = build_app(replica, serve_config("unused"))
-
-    async def run() -> None:
-        body = completion(max_tokens=200, stream=stream, verify_length=0)
-        await asyncio.gather(*(hang_up(app, TEXT, body, after_chunks=after_chunks) for _ in range(20)))
-        assert await wait_until(lambda: is_empty(replica))
-
-    before = _ended(replica, "abort")
-    with slowed(replica, 0.005):
-        asyncio.run(run())
-    assert _ended(replica, "abort") - before == 20
-    assert post(replica, TEXT, completion()).status_code == 200
-
-
-class slowed:  # noqa: N801, reads as what it does
-    """The engine with a pause before each step: a large model's pace at a tiny one's cost."""
-
-    def __init__(self, replica: TargetReplica, seconds: float) -> None:
-        self.engine, self.seconds, self.entered = replica.loaded.engine, seconds, threading.Event()
-
-    def __enter__(self) -> "slowed":
-        step = self.engine.step
-
-        def slow() -> Any:
-            self.entered.set()
-            time.sleep(self.seconds)
-            return step()
-
-        self.engine.step = slow  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        del self.engine.step
-
-
-def test_health_answers_while_a_long_step_holds_the_model(replica: TargetReplica) -> None:
-    async def run() -> float:
-        async with client_of(replica, serve_config("unused")) as client:
-            answer = asyncio.create_task(client.post(TEXT, json=completion(max_tokens=2)))
-            await asyncio.to_thread(long_step.entered.wait)
-            asked = time.monotonic()
-            assert (await client.get("/health")).status_code == 200
-            took = time.monotonic() - asked
-            assert not answer.done()
-            assert (await answer).status_code == 200
-            return took
-
-    with slowed(replica, 1.5) as long_step:
-        assert asyncio.run(run()) < 1.0
-
-
 def test_metrics_account_for_every_token(replica: TargetReplica) -> None:
     async def talk(client: httpx.AsyncClient) -> tuple[list[Any], dict[str, float], dict[str, float]]:
         before = parse((await client.get("/metrics")).text)
@@ -307,69 +231,3 @@ def test_metrics_account_for_every_token(replica: TargetReplica) -> None:
 def parse(text: str) -> dict[str, float]:
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-
-def test_an_engine_that_fails_ends_its_streams_and_says_so(tiny_target: Path) -> None:
-    replica = TargetReplica(serve_config(tiny_target))
-    steps = iter(range(10))
-    step = replica.loaded.engine.step
-
-    def failing() -> Any:
-        if next(steps) == 4:
-            raise RuntimeError("a kernel failed")
-        return step()
-
-    replica.loaded.engine.step = failing  # type: ignore[method-assign]
-
-    async def talk(client: httpx.AsyncClient) -> Any:
-        body = completion(stream=True, verify_length=0)
-        answers = await asyncio.gather(*(client.post(TEXT, json=body) for _ in range(3)))
-        return answers, await client.post(TEXT, json=body), await client.get("/health"), await client.get("/metrics")
-
-    answers, late, health, metrics = ask(replica, serve_config("unused"), talk)
-    for answer in answers:
-        last = events(answer)[-1]
-        assert last["error"]["code"] == "engine_stopped"
-        assert "a kernel" not in json.dumps(last)
-    assert (late.status_code, error_of(late)["type"]) == (503, "server_error")
-    assert health.status_code == 503
-    assert 'dspark_requests_total{finish_reason="error",replica="local"} 3.0' in metrics.text
-    replica.close()
-
-
-def test_requests_over_the_limit_are_told_to_come_back(tiny_target: Path) -> None:
-    config = serve_config(tiny_target, limits={"max_concurrent_requests": 2})
-    replica = TargetReplica(config)
-
-    async def talk(client: httpx.AsyncClient) -> list[httpx.Response]:
-        return await asyncio.gather(*(client.post(TEXT, json=completion(max_tokens=40)) for _ in range(6)))
-
-    with slowed(replica, 0.01):
-        answers = ask(replica, config, talk)
-    assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429, 429]
-    assert is_empty(replica)
-    replica.close()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_is_ended(tiny_target: Path, stream: bool) -> None:
-    config = serve_config(tiny_target, limits={"request_timeout_s": 0.3})
-    replica = TargetReplica(config)
-
-    async def talk(client: httpx.AsyncClient) -> httpx.Response:
-        return await client.post(TEXT, json=completion(max_tokens=200, stream=stream, verify_length=0))
-
-    with slowed(replica, 0.02):
-        answer = ask(replica, config, talk)
-        assert asyncio.run(wait_until(lambda: is_empty(replica)))
-    assert (events(answer)[-1] if stream else answer.json())["error"]["code"] == "timeout"
-    assert _ended(replica, "timeout") == 1
-    replica.close()
-
-
-def _ended(replica: TargetReplica, reason: str) -> float:
-    async def families() -> Any:
-        return await replica.metrics()
-
-    samples = [sample for family in asyncio.run(families()) for sample in family.samples]
-    return sum(s.value for s in samples if s.name == "dspark_requests_total" and s.labels["finish_reason"] == reason)
