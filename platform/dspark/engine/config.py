@@ -20,6 +20,9 @@ class EngineConfig(Config):
     """Prompt and output of one request together; None takes what the target was made for."""
     verify_length: int | None = Field(None, ge=0)
     """Draft tokens verified per request and step; None lets the scheduler decide, which needs a cost curve."""
+    min_gain: float = Field(0.12, ge=0)
+    """Share by which drafting must be expected to raise tokens per second, else the batch decodes plainly. Curve and
+    estimates are no more exact than a tenth on a machine that others share; lower it on one that is yours alone."""
     probe_every: int = Field(64, ge=1)
     """Steps after which a request that is not worth drafting for is tried again."""
 

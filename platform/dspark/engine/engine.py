@@ -57,6 +57,7 @@ class Engine:
             verify_length=config.verify_length,
             probe_every=config.probe_every,
             has_confidence=drafts is not None and drafts.has_confidence,
+            min_gain=config.min_gain,
         )
         self._target, self._drafts, self._tokenizer = target, drafts, tokenizer
         self._requests = RequestScheduler(
@@ -278,8 +279,7 @@ class Engine:
         logits = None if proposal.confidence_logits is None else proposal.confidence_logits.tolist()
         self.stats.scheduled_tokens += proposal.num_tokens
         self.stats.rounds.add_round(proposal.num_tokens, verdict.num_accepted, num_committed, confidence_logits=logits)
-        if logits is None and proposal.num_tokens:
-            running.estimate.update(proposal.num_tokens, verdict.num_accepted)
+        self.policy.learn(running, proposal.num_tokens, verdict.num_accepted)
         return Round(proposal.num_tokens, verdict.num_accepted, num_committed, logits)
 
     def _extend(self, running: RunningRequest, committed_ids: Sequence[int], hidden: Tensor | None) -> None:

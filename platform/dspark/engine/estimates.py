@@ -14,6 +14,8 @@ from operator import mul
 FIRST_GUESS = 0.6  # conditional acceptance before anything was seen
 PRIOR_ROUNDS = 8.0  # rounds that a guess weighs against what was seen over all requests
 REQUEST_ROUNDS = 4.0  # rounds that the prior weighs against what was seen of one request
+DRIFT_ROUNDS = 20.0  # rounds of confidences that were right, taken in advance
+DRIFT_DECAY = 0.995  # the newest two hundred rounds of a slot decide
 DECAY = 0.9  # weight of a round once the next has come: the newest ten or so decide
 
 
@@ -113,3 +115,43 @@ def _judged(num_proposed: int, num_accepted: int) -> list[bool]:
     """Whether each slot that was judged stood: all accepted ones and the first rejected one."""
     assert 0 <= num_accepted <= num_proposed, f"{num_accepted} of {num_proposed} draft tokens accepted"
     return [True] * num_accepted + [False] * (num_accepted < num_proposed)
+
+
+class ConfidenceDrift:
+    """How far confidences have lately been off, and their correction: accepted over expected, slot by slot.
+
+    A temperature stretches a confidence but cannot shift it, and what was fitted on one kind of text is off on
+    another. Counts the slots that verification reached, of all requests; the newest some hundred rounds decide.
+    pseudo_rounds: how many right rounds the correction 1 weighs. decay: of a slot's counts, per round that reached it.
+    """
+
+    def __init__(self, *, decay: float = DRIFT_DECAY, pseudo_rounds: float = DRIFT_ROUNDS) -> None:
+        self._decay = decay
+        self._pseudo_rounds = pseudo_rounds
+        self._expected: list[float] = []
+        self._accepted: list[float] = []
+
+    def update(self, survival: Sequence[float], num_accepted: int) -> None:
+        """Count a verified round. survival: of its verified slots, as it was before any correction."""
+        for k, (before, after) in enumerate(pairwise([1.0, *survival[: num_accepted + 1]])):
+            if k == len(self._expected):
+                self._expected.append(0.0)
+                self._accepted.append(0.0)
+            self._expected[k] = self._decay * self._expected[k] + (after / before if before > 0 else 0.0)
+            self._accepted[k] = self._decay * self._accepted[k] + (k < num_accepted)
+
+    def factor(self, k: int) -> float:
+        """What the conditional confidence of slot k is multiplied with; a slot never reached is like the one before."""
+        if not self._expected:
+            return 1.0
+        k = min(k, len(self._expected) - 1)
+        weight = self._pseudo_rounds
+        return (self._accepted[k] + weight) / (self._expected[k] + weight)
+
+    def corrected(self, survival: Sequence[float]) -> list[float]:
+        """Survival from corrected confidences; none of them above 1."""
+        rows, product = [], 1.0
+        for k, (before, after) in enumerate(pairwise([1.0, *survival])):
+            product *= min(1.0, after / before * self.factor(k)) if before > 0 else 0.0
+            rows.append(product)
+        return rows

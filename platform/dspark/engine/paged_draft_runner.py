@@ -83,8 +83,8 @@ class PagedDraftRunner:
         for request in requests:
             check_length(request.max_tokens, self.block_size)
         self._store([request.memory for request in requests if request.memory.pending])
-        h = self._block_states(requests)
-        return self._draw(requests, h, max(request.max_tokens for request in requests))
+        num_slots = max(request.max_tokens for request in requests)
+        return self._draw(requests, self._block_states(requests)[:, :num_slots])
 
     def _store(self, memories: Sequence[DraftMemory]) -> None:
         """Turn pending features into keys and values of the context, in one pass."""
@@ -134,9 +134,10 @@ class PagedDraftRunner:
             attention_of,
         )
 
-    def _draw(self, requests: Sequence[DraftRequest], h: Tensor, num_slots: int) -> list[Proposal]:
-        """Left to right through the block, all requests at once. Draws of a request use its own generator alone."""
-        base = self._backbone.base_logits(h[:, :num_slots])  # [R, l, V']
+    def _draw(self, requests: Sequence[DraftRequest], h: Tensor) -> list[Proposal]:
+        """Left to right, all requests at once; each draws from its own generator alone. h: [R, l, d]."""
+        num_slots = h.shape[1]
+        base = self._backbone.base_logits(h)  # [R, l, V']
         sampled = [i for i, request in enumerate(requests) if request.temperature > 0]
         uniforms = torch.zeros(len(sampled), num_slots, device=self._device)
         for row, i in enumerate(sampled):  # as many as it asks for, not as many as the longest beside it does
@@ -159,7 +160,7 @@ class PagedDraftRunner:
                 probs.append(distribution)
             columns.append(drawn)
             previous = self._backbone.d2t[drawn]
-        confidence = self._confidence(h[:, :num_slots], embedded_rows)
+        confidence = self._confidence(h, embedded_rows)
         return self._proposals(requests, torch.stack(columns, dim=1), sampled, probs, confidence)
 
     def _confidence(self, h: Tensor, embedded_rows: list[Tensor]) -> Tensor | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from dspark.engine.estimates import ConfidenceDrift
 from dspark.engine.running import RunningRequest
 from dspark.speculation.calibration import Calibration, calibrated_survival
 from dspark.speculation.cost_curve import CostCurve
@@ -11,6 +12,7 @@ from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
 from dspark.speculation.proposal import Proposal
 
 PROBE_LENGTH = 2  # a drafter without confidences learns about itself only from what is verified
+NUM_AHEAD = 3  # slots drafted beyond those that past rounds make worth verifying: this block may go better
 
 
 class SpeculationPolicy:
@@ -29,6 +31,7 @@ class SpeculationPolicy:
         verify_length: int | None,
         probe_every: int,
         has_confidence: bool,
+        min_gain: float = 0.0,
     ) -> None:
         if verify_length is not None and not 0 <= verify_length <= block_size:
             raise ValueError(f"verify_length {verify_length} is outside of the drafter's block; use 0..{block_size}")
@@ -42,8 +45,10 @@ class SpeculationPolicy:
         self.verify_length = verify_length
         self.probe_every = probe_every
         self.has_confidence = has_confidence
+        self.min_gain = min_gain
         self.capacity: int | None = None
         self._scheduler = PrefixScheduler()
+        self._drift = {is_greedy: ConfidenceDrift() for is_greedy in (True, False)}
 
     def fixed_length(self, running: RunningRequest) -> int | None:
         """The length this request or the engine is bound to; None when the scheduler decides."""
@@ -58,12 +63,20 @@ class SpeculationPolicy:
             return [length or 0 for length in fixed]
         limits = [self._fitting(running, self.block_size) for running in decoding]
         expected = [running.estimate.survival(limit) for running, limit in zip(decoding, limits, strict=True)]
-        chosen = choose_drafting(expected, self.curve, prefill_tokens=prefill_tokens, fixed=fixed)
+        chosen = choose_drafting(
+            expected, self.curve, prefill_tokens=prefill_tokens, fixed=fixed, min_gain=self.min_gain
+        )
         probed = self._is_probe_due(running for running, length in zip(decoding, fixed, strict=True) if length is None)
+        rows = [row if is_chosen else [] for row, is_chosen in zip(expected, chosen, strict=True)]
+        lengths = self._lengths(rows, fixed, prefill_tokens)
         wanted = []
-        for running, length, limit, is_chosen in zip(decoding, fixed, limits, chosen, strict=True):
-            running.is_probed = length is None and not is_chosen and probed and self._is_stale(running)
-            wanted.append(length if length is not None else limit if is_chosen or running.is_probed else 0)
+        for i, running in enumerate(decoding):
+            forced = fixed[i]
+            running.is_probed = forced is None and not chosen[i] and probed and self._is_stale(running)
+            if forced is not None:
+                wanted.append(forced)
+            else:
+                wanted.append(min(limits[i], lengths[i] + NUM_AHEAD) if chosen[i] or running.is_probed else 0)
         return wanted
 
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
@@ -71,6 +84,8 @@ class SpeculationPolicy:
         rows: list[list[float]] = [
             running.estimate.survival(proposal.num_tokens) for running, proposal in zip(drafted, proposals, strict=True)
         ]
+        for running in drafted:
+            running.confident_survival = None
         for is_greedy in (True, False):
             group = [
                 i
@@ -78,11 +93,20 @@ class SpeculationPolicy:
                 if running.is_greedy == is_greedy and proposal.confidence_logits is not None and proposal.num_tokens
             ]
             if group:
-                mode = 0.0 if is_greedy else 1.0
-                temperatures = None if self.calibration is None else self.calibration.for_mode(mode)
+                temperatures = (
+                    None if self.calibration is None else self.calibration.for_mode(0.0 if is_greedy else 1.0)
+                )
                 for i, row in zip(group, self._from_confidence(proposals, group, temperatures), strict=True):
-                    rows[i] = row
+                    drafted[i].confident_survival = row
+                    rows[i] = self._drift[is_greedy].corrected(row)
         return rows
+
+    def learn(self, running: RunningRequest, num_verified: int, num_accepted: int) -> None:
+        """Take a verdict in, for later steps."""
+        if running.confident_survival is not None:
+            self._drift[running.is_greedy].update(running.confident_survival[:num_verified], num_accepted)
+        elif num_verified:
+            running.estimate.update(num_verified, num_accepted)
 
     def allocate(
         self,
@@ -96,14 +120,19 @@ class SpeculationPolicy:
         bound = [None if f is None else min(f, len(row)) for f, row in zip(fixed, survival, strict=True)]
         if self.curve is None:
             return [length or 0 for length in bound]
-        num_drafted = sum(1 for row in survival if row)
+        return self._lengths(survival, bound, prefill_tokens)
+
+    def _lengths(
+        self, survival: Sequence[Sequence[float]], fixed: Sequence[int | None], prefill_tokens: int
+    ) -> list[int]:
+        assert self.curve is not None
         return self._scheduler.allocate(
             survival,
             self.curve,
             prefill_tokens=prefill_tokens,
-            draft_s=self.curve.draft_seconds(num_drafted),
+            draft_s=self.curve.draft_seconds(sum(1 for row in survival if row)),
             capacity=self.capacity,
-            fixed=bound,
+            fixed=fixed,
         )
 
     def _bound_length(self, running: RunningRequest) -> int | None:

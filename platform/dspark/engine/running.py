@@ -16,7 +16,7 @@ class RunningRequest:
     """table.num_tokens: tokens stored in KV memory. The newest output token, the anchor, is stored by the next step.
 
     steps_undrafted: decode steps since the request was last drafted for; is_probed: it is drafted for in this step
-    only to see whether that pays again.
+    only to see whether that pays again. confident_survival: of the present proposal's slots by its confidences alone.
     """
 
     request: GenerationRequest
@@ -28,6 +28,7 @@ class RunningRequest:
     output_ids: list[int] = field(default_factory=list)
     steps_undrafted: int = 0
     is_probed: bool = False
+    confident_survival: list[float] | None = None
 
     @property
     def is_prefilled(self) -> bool:

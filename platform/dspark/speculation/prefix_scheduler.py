@@ -79,6 +79,7 @@ def choose_drafting(
     *,
     prefill_tokens: int = 0,
     fixed: FixedLengths | None = None,
+    min_gain: float = 0.0,
 ) -> list[bool]:
     """Which requests to draft in this step, maximising (R + sum a) / (T_verify(B) + T_draft(requests drafted)).
 
@@ -87,6 +88,7 @@ def choose_drafting(
     Requests are tried in falling order of what they are expected to gain, and each number of them is judged by the
     lengths `allocate` would give them: what it would not verify is not worth drafting. Estimates from past rounds say
     nothing about tokens not yet drawn, so unlike `allocate` this may search; ties go to fewer requests.
+    min_gain: share by which tokens per second must be expected to rise; below it nothing is drafted.
     Above 32 requests not every number is tried. Raises: ValueError as `allocate` does.
     """
     if not expected_survival:
@@ -108,6 +110,8 @@ def choose_drafting(
         return tau / (curve.verify_seconds(step.tokens + num_admitted) + _others_s(step, curve) + draft_s)
 
     num_drafted = _best_size(tokens_per_second, len(order))
+    if tokens_per_second(num_drafted) < (1.0 + min_gain) * tokens_per_second(0):
+        num_drafted = 0
     drafted: list[bool] = ((place < num_drafted) | is_forced).tolist()
     return drafted
 

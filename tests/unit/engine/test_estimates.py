@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
+from dspark.engine.estimates import AcceptanceEstimate, ConfidenceDrift, PriorEstimate
 from dspark.speculation.statistics import AcceptanceCounts
 
 
@@ -121,3 +121,27 @@ def test_a_requests_expectation_by_hand_counts_for_the_others_too():
 def test_more_accepted_than_proposed_cannot_be():
     with pytest.raises(AssertionError, match="3 of 2 draft tokens accepted"):
         AcceptanceEstimate(PriorEstimate()).update(2, 3)
+
+
+def test_confidences_that_are_right_are_left_alone_and_others_corrected():
+    generator = random.Random(0)
+    right, bold = ConfidenceDrift(), ConfidenceDrift()
+    for _ in range(3000):
+        true = [0.6, 0.5, 0.4]
+        num_accepted = next((k for k, c in enumerate(true) if generator.random() > c), 3)
+        right.update([0.6, 0.3, 0.12], num_accepted)
+        bold.update([0.8, 0.64, 0.512], num_accepted)
+    assert right.corrected([0.6, 0.3, 0.12]) == pytest.approx([0.6, 0.3, 0.12], abs=0.08)
+    assert bold.corrected([0.8, 0.64, 0.512]) == pytest.approx([0.6, 0.3, 0.12], abs=0.08)
+
+
+def test_a_correction_needs_evidence_and_never_makes_survival_rise():
+    drift = ConfidenceDrift()
+    assert drift.corrected([0.9, 0.5]) == [0.9, 0.5]
+    drift.update([0.1, 0.05], 2)
+    assert drift.corrected([0.9, 0.5])[0] < 1.0
+    for _ in range(500):
+        drift.update([0.1, 0.01], 2)
+    rows = drift.corrected([0.9, 0.5, 0.5, 0.0])
+    assert rows == sorted(rows, reverse=True)
+    assert max(rows) <= 1.0

@@ -268,3 +268,11 @@ def test_a_large_batch_searched_in_two_passes_equals_every_number_tried(seed: in
     quick = choose_drafting(survival, curve)
     monkeypatch.setattr("dspark.speculation.prefix_scheduler.MAX_SIZES_TRIED", 1000)
     assert quick == choose_drafting(survival, curve)
+
+
+def test_a_gain_below_the_least_one_is_not_drafted_for():
+    curve = CostCurve((1, 2, 3), (1.0, 1.2, 1.5))
+    expected = [[0.3]]  # 1.3 tokens in 1.2 seconds: 8 % more than 1 in 1
+    assert choose_drafting(expected, curve, min_gain=0.08) == [True]
+    assert choose_drafting(expected, curve, min_gain=0.09) == [False]
+    assert choose_drafting(expected, curve, min_gain=0.5, fixed=[1]) == [True]
