@@ -1,0 +1,128 @@
+"""Who is drafted for and how much is verified: fixed lengths, what pays, probes, and what is learnt from verdicts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.attention.page_pool import PageTable
+from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
+from dspark.engine.policy import NUM_AHEAD, PROBE_LENGTH, SpeculationPolicy
+from dspark.engine.running import RunningRequest
+from dspark.engine.sampling import SamplingParams
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.proposal import Proposal
+from tiny_engine import request
+
+FLAT = CostCurve((1, 256), (1.0, 1.001))
+DEAR = CostCurve((1, 256), (1.0, 512.0))
+BLOCK = 7
+
+
+def policy(**options: Any) -> SpeculationPolicy:
+    settings: dict[str, Any] = {
+        "block_size": BLOCK,
+        "curve": FLAT,
+        "calibration": None,
+        "verify_length": None,
+        "probe_every": 5,
+        "has_confidence": True,
+    }
+    return SpeculationPolicy(**settings | options)
+
+
+def running(*, num_output: int = 1, temperature: float = 0.0, **options: Any) -> RunningRequest:
+    asked = request([1, 2, 3], sampling=SamplingParams(temperature=temperature), **options)
+    made = RunningRequest(
+        request=asked,
+        table=PageTable([0, 1], 16),
+        memory=None,
+        text=None,
+        generator=None,
+        estimate=AcceptanceEstimate(PriorEstimate()),
+    )
+    made.output_ids = [5] * num_output
+    return made
+
+
+def proposal(*confidences: float) -> Proposal:
+    return Proposal(torch.arange(len(confidences)), None, torch.logit(torch.tensor(confidences)))
+
+
+def test_fixed_lengths_go_before_the_curve_and_the_request_before_the_engine() -> None:
+    everyone = [running(), running(verify_length=2), running(verify_length=0)]
+    assert policy(verify_length=4, curve=DEAR).choose(everyone, prefill_tokens=0) == [4, 2, 0]
+
+
+def test_nothing_is_drafted_that_could_not_be_output() -> None:
+    short = running(num_output=3, max_tokens=6)  # two draft tokens and the target's own
+    assert policy().choose([short], prefill_tokens=0)[0] <= 2
+    assert policy(verify_length=7).choose([short], prefill_tokens=0) == [2]
+    assert policy(verify_length=7).choose([running(num_output=5, max_tokens=6)], prefill_tokens=0) == [0]
+
+
+def test_no_more_is_drafted_than_may_be_worth_verifying() -> None:
+    curve = CostCurve((1, 2, 3, 4, 64), (1.0, 1.1, 2.0, 3.0, 63.0))  # the first draft token is cheap, others are not
+    (wanted,) = policy(curve=curve).choose([running()], prefill_tokens=0)
+    assert wanted == 1 + NUM_AHEAD
+
+
+def test_where_verifying_is_dear_everyone_decodes_plainly_and_is_probed_together() -> None:
+    chooser, everyone = policy(curve=DEAR), [running(), running()]
+    assert chooser.choose(everyone, prefill_tokens=0) == [0, 0]
+    everyone[0].steps_undrafted, everyone[1].steps_undrafted = 5, 3
+    assert all(length > 0 for length in chooser.choose(everyone, prefill_tokens=0))
+    everyone[1].steps_undrafted = 1
+    lengths = chooser.choose(everyone, prefill_tokens=0)
+    assert lengths[0] > 0
+    assert lengths[1] == 0
+
+
+@pytest.mark.parametrize(("has_confidence", "expected"), [(True, 0), (False, PROBE_LENGTH)])
+def test_a_probe_without_confidences_is_verified_or_nothing_would_be_learnt(has_confidence, expected) -> None:
+    chooser, one = policy(curve=DEAR, has_confidence=has_confidence), running()
+    one.steps_undrafted = 5
+    chooser.choose([one], prefill_tokens=0)
+    assert chooser.allocate([one], [[0.2, 0.1, 0.05]], prefill_tokens=0) == [expected]
+
+
+def test_a_gain_too_small_to_be_sure_of_is_left() -> None:
+    curve = CostCurve((1, 2, 3), (1.0, 1.5, 2.0))  # 1.6 tokens in 1.5 seconds: 7 % more
+    assert policy(curve=curve).choose([running()], prefill_tokens=0)[0] > 0
+    assert policy(curve=curve, min_gain=0.1).choose([running()], prefill_tokens=0) == [0]
+
+
+def test_survival_is_the_product_of_confidences_and_of_past_rounds_without_them() -> None:
+    plain = Proposal(torch.arange(2), None, None)
+    one, other = running(), running()
+    rows = policy().survival([one, other], [proposal(0.5, 0.4, 0.9), plain])
+    assert rows[0] == pytest.approx([0.5, 0.2, 0.18])
+    assert rows[1] == other.estimate.survival(2)
+    assert one.confident_survival == pytest.approx([0.5, 0.2, 0.18])
+    assert other.confident_survival is None
+
+
+def test_confidences_that_prove_too_bold_are_believed_less_in_their_own_mode_only() -> None:
+    chooser, greedy, sampled = policy(), running(), running(temperature=1.0)
+    for _ in range(400):
+        chooser.survival([greedy], [proposal(0.9, 0.9)])
+        chooser.learn(greedy, 2, 0)
+    assert chooser.survival([greedy], [proposal(0.9, 0.9)])[0][0] < 0.2
+    assert chooser.survival([sampled], [proposal(0.9, 0.9)])[0][0] == pytest.approx(0.9)
+
+
+def test_rounds_without_confidences_teach_the_estimate() -> None:
+    chooser, one = policy(has_confidence=False), running()
+    before = one.estimate.survival(1)[0]
+    for _ in range(20):
+        chooser.survival([one], [Proposal(torch.arange(1), None, None)])
+        chooser.learn(one, 1, 0)
+    assert one.estimate.survival(1)[0] < before / 2
+
+
+def test_a_capacity_from_outside_bounds_what_is_verified() -> None:
+    chooser, everyone = policy(), [running(), running()]
+    rows = [[0.9, 0.8, 0.7], [0.95, 0.9, 0.85]]
+    assert sum(chooser.allocate(everyone, rows, prefill_tokens=0)) == 6
+    chooser.capacity = 2
+    assert chooser.allocate(everyone, rows, prefill_tokens=0) in ([0, 2], [1, 1])
