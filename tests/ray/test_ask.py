@@ -76,4 +76,4 @@ def test_a_server_that_does_not_start_is_an_error_that_names_its_log(config, tmp
     content["applications"][0]["args"]["target"]["name"] = str(tmp_path / "nothing")
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(DsparkError, match=r"serve\.log"):
-        ask.run(config.with_changes(startup_timeout_s=40))
+        ask.run(config.with_changes(startup_timeout_s=20))
