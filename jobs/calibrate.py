@@ -1,4 +1,4 @@
-"""Calibrate a drafter's confidences: decode held-out prompts, fit temperatures on half of them, judge on the others."""
+"""Calibrate a drafter's confidences: decode held-out prompts, fit scales on half of them, judge on the others."""
 
 import logging
 import sys
@@ -15,14 +15,15 @@ from dspark.engine.loading import CALIBRATION
 from dspark.errors import DsparkError
 from dspark.evaluation.confidence import (
     calibration_report,
-    fit_temperatures,
+    fit_scales,
     format_calibration,
     mode_of,
     split_halves,
 )
 from dspark.evaluation.config import CalibrateConfig
 from dspark.provenance import fingerprint, git_revision, read_json, write_json
-from dspark.speculation.calibration import MIN_ROUNDS, MODES, Calibration
+from dspark.speculation.calibration import MODES, Calibration, SlotScales
+from dspark.speculation.calibration_fit import MIN_ROUNDS
 from dspark.tracking import Run
 
 REPORT = "calibration_report.json"
@@ -33,7 +34,7 @@ Halves = tuple[set[str], set[str]]
 
 
 def run(config: CalibrateConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
-    """Decode what is not decoded yet, fit, write the drafter's temperatures; returns the errors before and after."""
+    """Decode what is not decoded yet, fit, write the drafter's scales; returns the errors before and after."""
     measurement = config.measurement
     plan = evaluate.make_plan(measurement, fresh=fresh and not dry_run, outputs=(REPORT,))
     block_size = _block_size(plan.subject.drafter)
@@ -84,13 +85,13 @@ def _check_domains(config: CalibrateConfig, plan: evaluate.Plan) -> None:
 
 
 def _request_of(config: CalibrateConfig, plan: evaluate.Plan) -> str:
-    """Fingerprint of all that decides the temperatures: the rounds, who is fitted on, and over which bins."""
+    """Fingerprint of all that decides the scales: the rounds, who is fitted on, over which bins, and how."""
     rounds = sorted((item.request, item.prompt.id, fingerprint(item.prompt.messages)) for item in plan.items)
-    return fingerprint([rounds, config.seed, config.num_bins, config.fit_domains])
+    return fingerprint([rounds, config.seed, config.num_bins, config.fit_domains, config.shift])
 
 
 def _earlier_report(config: CalibrateConfig, plan: evaluate.Plan, request: str) -> dict[str, Any] | None:
-    """The report of an earlier run of the same request whose temperatures are still the drafter's."""
+    """The report of an earlier run of the same request whose scales are still the drafter's."""
     path = Path(config.output) / REPORT
     if not path.is_file():
         return None
@@ -130,15 +131,15 @@ def _mode_report(
     failed = dict(Counter(row["error"] for row in rows if row["error"] is not None))
     fit_ids, test_ids = halves
     options: dict[str, Any] = {"num_bins": config.num_bins, "fit_domains": config.fit_domains}
-    temperatures = fit_temperatures(good, fit_ids, block_size=block_size, **options)
-    report = calibration_report(good, temperatures, fit_ids=fit_ids, test_ids=test_ids, seed=config.seed, **options)
+    scales = fit_scales(good, fit_ids, block_size=block_size, with_shift=config.shift, **options)
+    report = calibration_report(good, scales, fit_ids=fit_ids, test_ids=test_ids, seed=config.seed, **options)
     for side, count in report["rounds"].items():
         if not count:
             reason = next(iter(failed), "none of its prompts gave one")
             raise DsparkError(f"no round to {side} on in mode {mode!r}: {reason}; give more prompts")
     if report["rounds"]["fit"] < MIN_ROUNDS:
         found = report["rounds"]["fit"]
-        log.warning("mode %s: %d rounds to fit on, %d needed; temperatures stay at 1", mode, found, MIN_ROUNDS)
+        log.warning("mode %s: %d rounds to fit on, %d needed; confidences stay as they are", mode, found, MIN_ROUNDS)
     return report | {"failed": failed}
 
 
@@ -152,8 +153,8 @@ def _calibration(config: CalibrateConfig, plan: evaluate.Plan, report: dict[str,
         "mean_ece_on_other_prompts": {mode: content["mean_ece"] for mode, content in modes.items()},
         **{key: report[key] for key in ("num_bins", "target", "config", "git_revision")},
     }
-    temperatures = {mode: tuple(content["temperatures"]) for mode, content in modes.items()}
-    return Calibration(temperatures, plan.subject.drafter_sha256, fitted_on)
+    scales = {mode: SlotScales(tuple(c["temperatures"]), tuple(c["shifts"])) for mode, c in modes.items()}
+    return Calibration(scales, plan.subject.drafter_sha256, fitted_on)
 
 
 def _track(tracked: Run, report: dict[str, Any]) -> None:
@@ -161,7 +162,7 @@ def _track(tracked: Run, report: dict[str, Any]) -> None:
     for mode, content in report["modes"].items():
         tracked.log_metrics(dict(_means(mode, content)), step=0)
         for entry in content["positions"]:
-            figures = {name: entry[name] for name in ("temperature", "ece_before", "ece_after", "ece_floor")}
+            figures = {name: entry[name] for name in ("temperature", "shift", "ece_before", "ece_after", "ece_floor")}
             known = {f"{mode}/position_{name}": value for name, value in figures.items() if value is not None}
             tracked.log_metrics(known, step=entry["position"])
 
@@ -185,6 +186,7 @@ def _result(config: CalibrateConfig, plan: evaluate.Plan, report: dict[str, Any]
         "rounds": {mode: content["rounds"] for mode, content in modes.items()},
         "failed": {mode: sum(content["failed"].values()) for mode, content in modes.items()},
         "temperatures": {mode: content["temperatures"] for mode, content in modes.items()},
+        "shifts": {mode: content["shifts"] for mode, content in modes.items()},
         "mean_ece": {mode: content["mean_ece"] for mode, content in modes.items()},
         "tokens": report["tokens"],
         **report["speed"],

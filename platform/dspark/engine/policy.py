@@ -6,7 +6,7 @@ import torch
 
 from dspark.engine.estimates import ConfidenceDrift
 from dspark.engine.running import RunningRequest
-from dspark.speculation.calibration import Calibration, calibrated_survival
+from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
 from dspark.speculation.proposal import Proposal
@@ -93,10 +93,8 @@ class SpeculationPolicy:
                 if running.is_greedy == is_greedy and proposal.confidence_logits is not None and proposal.num_tokens
             ]
             if group:
-                temperatures = (
-                    None if self.calibration is None else self.calibration.for_mode(0.0 if is_greedy else 1.0)
-                )
-                for i, row in zip(group, self._from_confidence(proposals, group, temperatures), strict=True):
+                scales = None if self.calibration is None else self.calibration.for_mode(0.0 if is_greedy else 1.0)
+                for i, row in zip(group, self._from_confidence(proposals, group, scales), strict=True):
                     drafted[i].confident_survival = row
                     rows[i] = self._drift[is_greedy].corrected(row)
         return rows
@@ -152,7 +150,7 @@ class SpeculationPolicy:
         return any(running.steps_undrafted >= self.probe_every for running in open_ones)
 
     def _from_confidence(
-        self, proposals: Sequence[Proposal], group: Sequence[int], temperatures: tuple[float, ...] | None
+        self, proposals: Sequence[Proposal], group: Sequence[int], scales: SlotScales | None
     ) -> list[list[float]]:
         """Rows of the group's proposals, all in one tensor operation."""
         logits = torch.zeros(len(group), max(proposals[i].num_tokens for i in group))
@@ -160,5 +158,5 @@ class SpeculationPolicy:
             confidence = proposals[i].confidence_logits
             assert confidence is not None
             row[: confidence.numel()] = confidence
-        survival = calibrated_survival(logits, temperatures).tolist()
+        survival = calibrated_survival(logits, scales).tolist()
         return [values[: proposals[i].num_tokens] for values, i in zip(survival, group, strict=True)]

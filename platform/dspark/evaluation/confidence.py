@@ -1,7 +1,7 @@
 """How far a drafter's confidences can be believed: fitted on some prompts' rounds, judged on the others'.
 
 Legend: N rounds, G slots of a block, k = 0..G-1 a slot; positions in reports count from 1.
-Survival at k is the product of the confidences of slots 0..k; see `speculation/calibration.py`.
+Survival at k is the product of the confidences of slots 0..k; see `speculation/calibration_fit.py`.
 """
 
 from collections import Counter
@@ -18,7 +18,8 @@ from dspark.data.prompts import Prompt
 from dspark.evaluation.config import SAMPLE
 from dspark.evaluation.summary import domains_of
 from dspark.provenance import fingerprint
-from dspark.speculation.calibration import MIN_ROUNDS, calibrated_survival, fit_sts, position_report
+from dspark.speculation.calibration import SlotScales, calibrated_survival
+from dspark.speculation.calibration_fit import MIN_ROUNDS, fit_sts, position_report
 
 Row = Mapping[str, Any]
 
@@ -73,17 +74,23 @@ def split_halves(prompts: Iterable[Prompt], *, seed: int) -> tuple[set[str], set
     return fit, test
 
 
-def fit_temperatures(
-    rows: Sequence[Row], fit_ids: AbstractSet[str], *, block_size: int, num_bins: int, fit_domains: Sequence[str] | None
-) -> tuple[float, ...]:
-    """Temperatures of the slots from the rounds of the fit half, of one way of decoding."""
+def fit_scales(
+    rows: Sequence[Row],
+    fit_ids: AbstractSet[str],
+    *,
+    block_size: int,
+    num_bins: int,
+    with_shift: bool,
+    fit_domains: Sequence[str] | None,
+) -> SlotScales:
+    """Scales of the slots from the rounds of the fit half, of one way of decoding."""
     fit = RoundTable.of((row for row in rows if _is_fitted_on(row, fit_ids, fit_domains)), block_size)
-    return fit_sts(fit.logits, fit.num_accepted, fit.num_judged, num_bins)
+    return fit_sts(fit.logits, fit.num_accepted, fit.num_judged, num_bins, with_shift=with_shift)
 
 
 def calibration_report(
     rows: Sequence[Row],
-    temperatures: Sequence[float],
+    scales: SlotScales,
     *,
     fit_ids: AbstractSet[str],
     test_ids: AbstractSet[str],
@@ -91,30 +98,31 @@ def calibration_report(
     fit_domains: Sequence[str] | None,
     seed: int,
 ) -> dict[str, Any]:
-    """What the temperatures are worth on the test half, as a whole and by domain; JSON-ready.
+    """What the scales are worth on the test half, as a whole and by domain; JSON-ready.
 
     rows: of one way of decoding. is_fitted, per position: whether the fit half held enough rounds of it.
     reliability: for a diagram, per position the bins {"predicted", "observed", "count"} before and after.
     """
-    block_size = len(temperatures)
+    block_size = len(scales)
     fit = RoundTable.of((row for row in rows if _is_fitted_on(row, fit_ids, fit_domains)), block_size)
     test_rows = [row for row in rows if row["id"] in test_ids]
     test = RoundTable.of(test_rows, block_size)
-    positions = _positions(test, temperatures, num_bins, seed)
+    positions = _positions(test, scales, num_bins, seed)
     for entry in positions:
         entry["is_fitted"] = int(np.count_nonzero(fit.num_judged >= entry["position"])) >= MIN_ROUNDS
     domains = {
-        name: _domain_report([row for row in test_rows if name in domains_of(row)], temperatures, num_bins, seed)
+        name: _domain_report([row for row in test_rows if name in domains_of(row)], scales, num_bins, seed)
         | {"is_fitted_on": fit_domains is None or name in fit_domains or name.split("/")[0] in fit_domains}
         for name in sorted({name for row in test_rows for name in domains_of(row)})
     }
     return {
-        "temperatures": list(temperatures),
+        "temperatures": list(scales.temperatures),
+        "shifts": list(scales.shifts),
         "rounds": {"fit": fit.num_rounds, "test": test.num_rounds},
         "answers": dict(Counter(turn["finish_reason"] for row in rows for turn in row["turns"])),
         "positions": positions,
         "mean_ece": _mean_ece(positions),
-        "reliability": _reliability(test, temperatures, num_bins),
+        "reliability": _reliability(test, scales, num_bins),
         "domains": domains,
     }
 
@@ -126,15 +134,15 @@ def mode_of(row: Row) -> str:
 
 def format_calibration(report: Mapping[str, Any]) -> str:
     """The report as text: every position of every mode, then the mean error by mode and domain."""
-    shown = "{:<9} {:>8} {:>8} {:>6} {:>9} {:>11} {:>10} {:>7} {:>13} {:>12}"
-    names = ("mode", "position", "rounds", "T", "survival", "ECE before", "ECE after", "floor", "AUROC before", "after")
-    lines = [shown.format(*names)]
+    shown = "{:<9} {:>8} {:>8} {:>6} {:>7} {:>9} {:>11} {:>10} {:>7} {:>13} {:>12}"
+    names = ("mode", "position", "rounds", "T", "shift", "survival", "ECE before", "ECE after", "floor")
+    lines = [shown.format(*names, "AUROC before", "after")]
     for mode, content in report["modes"].items():
         for p in content["positions"]:
             errors = [_percent(p[f"ece_{name}"]) for name in ("before", "after", "floor")]
             areas = [_number(p[f"auroc_{name}"]) for name in ("before", "after")]
-            label = _number(p["temperature"]) if p["is_fitted"] else "-"
-            lines.append(shown.format(mode, p["position"], p["n"], label, _number(p["survival"]), *errors, *areas))
+            scales = [_number(p[name]) if p["is_fitted"] else "-" for name in ("temperature", "shift")]
+            lines.append(shown.format(mode, p["position"], p["n"], *scales, _number(p["survival"]), *errors, *areas))
     shown = "{:<9} {:<20} {:>8} {:>11} {:>10} {:>7}"
     lines += ["", shown.format("mode", "domain", "rounds", "ECE before", "ECE after", "floor")]
     for mode, content in report["modes"].items():
@@ -160,9 +168,9 @@ def _is_fitted_on(row: Row, fit_ids: AbstractSet[str], fit_domains: Sequence[str
     return row["id"] in fit_ids and (fit_domains is None or bool(domains_of(row) & set(fit_domains)))
 
 
-def _domain_report(rows: Sequence[Row], temperatures: Sequence[float], num_bins: int, seed: int) -> dict[str, Any]:
-    table = RoundTable.of(rows, len(temperatures))
-    positions = _positions(table, temperatures, num_bins, seed)
+def _domain_report(rows: Sequence[Row], scales: SlotScales, num_bins: int, seed: int) -> dict[str, Any]:
+    table = RoundTable.of(rows, len(scales))
+    positions = _positions(table, scales, num_bins, seed)
     means = _mean_ece(positions)
     before, after = means["before"], means["after"]
     return {
@@ -173,10 +181,8 @@ def _domain_report(rows: Sequence[Row], temperatures: Sequence[float], num_bins:
     }
 
 
-def _positions(table: RoundTable, temperatures: Sequence[float], num_bins: int, seed: int) -> list[dict[str, Any]]:
-    return position_report(
-        table.logits, table.num_accepted, table.num_judged, temperatures, num_bins=num_bins, seed=seed
-    )
+def _positions(table: RoundTable, scales: SlotScales, num_bins: int, seed: int) -> list[dict[str, Any]]:
+    return position_report(table.logits, table.num_accepted, table.num_judged, scales, num_bins=num_bins, seed=seed)
 
 
 def _mean_ece(positions: Sequence[Row]) -> dict[str, float | None]:
@@ -185,13 +191,13 @@ def _mean_ece(positions: Sequence[Row]) -> dict[str, float | None]:
     return {n: fmean(p[f"ece_{n}"] for p in judged) if judged else None for n in ("before", "after", "floor")}
 
 
-def _reliability(table: RoundTable, temperatures: Sequence[float], num_bins: int) -> list[dict[str, Any]]:
+def _reliability(table: RoundTable, scales: SlotScales, num_bins: int) -> list[dict[str, Any]]:
     forms = {
         "before": calibrated_survival(table.logits, None).numpy(),
-        "after": calibrated_survival(table.logits, temperatures).numpy(),
+        "after": calibrated_survival(table.logits, scales).numpy(),
     }
     found = []
-    for k in range(len(temperatures)):
+    for k in range(len(scales)):
         here = table.num_judged > k
         stood = (table.num_accepted[here] > k).astype(np.float64)
         bins = {name: reliability_bins(form[here, k], stood, num_bins) for name, form in forms.items()}

@@ -10,7 +10,7 @@ from dspark.data.prompts import PromptSource
 from dspark.engine.config import EngineConfig
 from dspark.engine.sampling import SamplingParams
 from dspark.evaluation.tasks import task_source
-from dspark.speculation.calibration import NUM_BINS
+from dspark.speculation.calibration_error import NUM_BINS
 from dspark.targets import TargetConfig
 from dspark.tracking import TrackingConfig
 
@@ -129,16 +129,19 @@ class EvaluateConfig(MeasurementConfig):
 
 
 class CalibrateConfig(MeasurementConfig):
-    """The calibrate stage: decodes with whole uncalibrated blocks, fits temperatures on half of the prompts."""
+    """The calibrate stage: decodes with whole uncalibrated blocks, fits scales on half of the prompts."""
 
     max_new_tokens: int = Field(512, ge=1)
     """Long enough that most answers end by themselves: what a cut leaves out is never calibrated for."""
     samples_per_prompt: int = Field(1, ge=1)
     """Sampled answers to each prompt, each from its own seed. There is one greedy answer."""
     fit_domains: list[str] | None = None
-    """Domains whose prompts the temperatures are fitted on; None takes all. All are reported on."""
+    """Domains whose prompts the scales are fitted on; None takes all. All are reported on."""
     num_bins: int = Field(NUM_BINS, ge=2)
     """Bins of equal width that calibration error is measured over, in fitting and in the report."""
+    shift: bool = True
+    """Fit a shift of each slot's logit beside its temperature, so that the mean prediction is right too. False is the
+    paper's scaling by temperatures alone: to compare with its figures."""
 
     @property
     def modes(self) -> list[EvaluationMode]:

@@ -10,12 +10,13 @@ from dspark.data.prompts import Prompt
 from dspark.evaluation.confidence import (
     RoundTable,
     calibration_report,
-    fit_temperatures,
+    fit_scales,
     format_calibration,
     mode_of,
     reliability_bins,
     split_halves,
 )
+from dspark.speculation.calibration import SlotScales
 
 NUM_PROMPTS, ROUNDS_PER_PROMPT, BLOCK = 40, 250, 3
 FIT, TEST = ({f"p{n}" for n in range(side, NUM_PROMPTS, 2)} for side in (0, 1))
@@ -34,8 +35,8 @@ def a_round(logits, accepted: int, committed: int) -> dict:
     }
 
 
-def overconfident_rows(*, factor: float = 2.0, domain: str = "math", seed: int = 0) -> list[dict]:
-    """Rounds that stand as often as sigmoid(z) says while the drafter reports factor * z."""
+def overconfident_rows(*, factor: float = 2.0, offset: float = 0.0, domain: str = "math", seed: int = 0) -> list[dict]:
+    """Rounds that stand as often as sigmoid(z) says while the drafter reports factor * z + offset."""
     generator = np.random.default_rng(seed)
     rows = []
     for n in range(NUM_PROMPTS):
@@ -44,16 +45,16 @@ def overconfident_rows(*, factor: float = 2.0, domain: str = "math", seed: int =
             z = generator.normal(0.5, 1.0, BLOCK)
             stands = generator.random(BLOCK) < 1 / (1 + np.exp(-z))
             accepted = int(stands.cumprod().sum())
-            rounds.append(a_round((factor * z).tolist(), accepted, accepted + 1))
+            rounds.append(a_round((factor * z + offset).tolist(), accepted, accepted + 1))
         turn = {"rounds": rounds, "finish_reason": "stop"}
         rows.append({"id": f"p{n}", "domain": domain, "mode": "sampled", "turns": [turn]})
     return rows
 
 
-def fitted(rows: list[dict], fit_domains: list[str] | None = None) -> tuple[tuple[float, ...], dict]:
+def fitted(rows: list[dict], fit_domains: list[str] | None = None) -> tuple[SlotScales, dict]:
     options = {"num_bins": 20, "fit_domains": fit_domains}
-    temperatures = fit_temperatures(rows, FIT, block_size=BLOCK, **options)
-    return temperatures, calibration_report(rows, temperatures, fit_ids=FIT, test_ids=TEST, seed=0, **options)
+    scales = fit_scales(rows, FIT, block_size=BLOCK, with_shift=True, **options)
+    return scales, calibration_report(rows, scales, fit_ids=FIT, test_ids=TEST, seed=0, **options)
 
 
 def test_each_prompt_is_in_one_half_and_each_domain_in_both():
@@ -99,8 +100,8 @@ def test_no_rows_are_no_rounds():
 
 
 def test_overconfidence_is_found_and_gone_on_the_other_prompts():
-    temperatures, report = fitted(overconfident_rows())
-    assert temperatures[0] == pytest.approx(2.0, rel=0.25)
+    scales, report = fitted(overconfident_rows())
+    assert scales.temperatures[0] == pytest.approx(2.0, rel=0.25)
     errors = report["mean_ece"]
     assert errors["after"] < errors["before"] / 2
     assert errors["after"] < errors["floor"] + 0.02
@@ -120,8 +121,8 @@ def test_figures_are_of_the_prompts_that_were_not_fitted_on():
 
 def test_only_the_named_domain_is_fitted_on_and_the_report_says_which():
     rows = overconfident_rows() + overconfident_rows(factor=0.5, domain="chat", seed=1)
-    temperatures, report = fitted(rows, ["math"])
-    assert temperatures[0] == pytest.approx(2.0, rel=0.25)
+    scales, report = fitted(rows, ["math"])
+    assert scales.temperatures[0] == pytest.approx(2.0, rel=0.25)
     math_, chat = report["domains"]["math"], report["domains"]["chat"]
     assert (math_["is_fitted_on"], math_["is_improved"]) == (True, True)
     assert (chat["is_fitted_on"], chat["is_improved"]) == (False, False)
@@ -169,3 +170,16 @@ def test_the_table_shows_every_position_domain_and_the_floor():
     lines = [line.split() for line in text.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["sampled"]] == ["1", "2", "3", "math", "overall"]
     assert "floor" in text
+
+
+def test_an_offset_is_found_and_temperature_and_shift_are_in_report_and_table():
+    scales, report = fitted(overconfident_rows(offset=3.0))
+    assert scales.shifts[0] == pytest.approx(-1.5, abs=0.25)
+    assert (report["temperatures"], report["shifts"]) == (list(scales.temperatures), list(scales.shifts))
+    for n, position in enumerate(report["positions"]):
+        assert (position["temperature"], position["shift"]) == (scales.temperatures[n], scales.shifts[n])
+    assert report["mean_ece"]["after"] < report["mean_ece"]["floor"] + 0.02
+    header, first = (line.split() for line in format_calibration({"modes": {"sampled": report}}).splitlines()[:2])
+    at = header.index("T")
+    assert header[at : at + 2] == ["T", "shift"]
+    assert first[at : at + 2] == [f"{scales.temperatures[0]:.3f}", f"{scales.shifts[0]:.3f}"]

@@ -57,18 +57,16 @@ def test_a_dry_run_says_what_is_to_do_and_writes_nothing(config, capsys):
     assert not Path(config.output).exists()
 
 
-def test_temperatures_of_both_modes_are_written_for_this_drafter_and_the_report_says_what_they_are_worth(config):
+def test_scales_of_both_modes_are_written_for_this_drafter_and_the_report_says_what_they_are_worth(config):
     result = calibrate.run(config)
     rows = decoded(config)
     assert sorted({row["mode"] for row in rows}) == ["greedy", "sampled", "sampled~2"]
     assert len(rows) == 3 * NUM_PROMPTS
     report = read_json(Path(config.output) / "calibration_report.json")
     stored = Calibration.load(Path(config.drafter) / "calibration.json", drafter_sha256=report["drafter"]["sha256"])
-    assert {mode: list(temperatures) for mode, temperatures in stored.temperatures.items()} == result["temperatures"]
-    assert {mode: len(temperatures) for mode, temperatures in stored.temperatures.items()} == {
-        "greedy": 4,
-        "sampled": 4,
-    }
+    assert {mode: list(scales.temperatures) for mode, scales in stored.scales.items()} == result["temperatures"]
+    assert {mode: list(scales.shifts) for mode, scales in stored.scales.items()} == result["shifts"]
+    assert {mode: len(scales) for mode, scales in stored.scales.items()} == {"greedy": 4, "sampled": 4}
     for mode, counts in result["rounds"].items():
         rounds = [r for row in rows if row["mode"].startswith(mode) for t in row["turns"] for r in t["rounds"]]
         assert counts["fit"] + counts["test"] == sum(r["num_proposed"] > 0 for r in rounds)
@@ -98,26 +96,26 @@ def test_a_run_that_was_killed_goes_on_where_it_was(config):
     (Path(config.output) / "calibration_report.json").unlink()
     assert calibrate.run(config, dry_run=True)["to_do"] == 4
     again = calibrate.run(config)
-    assert again["temperatures"] == result["temperatures"]
+    assert (again["temperatures"], again["shifts"]) == (result["temperatures"], result["shifts"])
     for mode, errors in result["mean_ece"].items():  # other requests run beside them: float32's last digits
         assert again["mean_ece"][mode] == pytest.approx(errors, abs=0.01)
     assert path.read_text().splitlines(keepends=True)[:20] == lines[:20]
 
 
-@pytest.mark.parametrize("change", [{"num_bins": 10}, {"fit_domains": ["math"]}, {"seed": 1}])
+@pytest.mark.parametrize("change", [{"num_bins": 10}, {"fit_domains": ["math"]}, {"seed": 1}, {"shift": False}])
 def test_another_way_of_fitting_is_done_again(config, change):
     calibrate.run(config)
     assert "skipped" not in calibrate.run(config.with_changes(**change))
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"temperatures": {}, "drafter_sha256": null, "fitted_on": {}}'])
-def test_temperatures_that_are_gone_broken_or_anothers_are_made_again_without_decoding(config, content):
+def test_scales_that_are_gone_broken_or_anothers_are_made_again_without_decoding(config, content):
     result = calibrate.run(config)
     path = Path(config.drafter) / "calibration.json"
     path.unlink() if content is None else path.write_text(content)
     again = calibrate.run(config)
     assert "skipped" not in again
-    assert again["temperatures"] == result["temperatures"]
+    assert (again["temperatures"], again["shifts"]) == (result["temperatures"], result["shifts"])
     assert len(decoded(config)) == 3 * NUM_PROMPTS
 
 
@@ -130,7 +128,7 @@ def test_starting_over_decodes_everything_again(config):
     assert "old" not in path.read_text()
 
 
-def test_a_retrained_drafter_is_decoded_and_fitted_again_whatever_temperatures_lie_there(config, tiny_target):
+def test_a_retrained_drafter_is_decoded_and_fitted_again_whatever_scales_lie_there(config, tiny_target):
     calibrate.run(config)
     make_tiny_drafter(config.drafter, tiny_target, markov_rank=4)
     assert calibrate.run(config, dry_run=True)["to_do"] == 3 * NUM_PROMPTS
