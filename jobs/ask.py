@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,12 @@ def run(config: AskConfig, *, fresh: bool = False, dry_run: bool = False) -> dic
     output.mkdir(parents=True, exist_ok=True)
     runner.start_ray()
     started = time.monotonic()
-    with runner.track(config, "ask") as tracked, _served(config, f"http://{host}:{port}", output / LOG) as base_url:
+    with (
+        runner.track(config, "ask") as tracked,
+        _served(
+            config, f"http://{host}:{port}", [application.name for application in deployment.applications], output / LOG
+        ) as base_url,
+    ):
         answers = list(_answers(config, base_url))
         result = _result(config, answers, _metrics(base_url), time.monotonic() - started)
         tracked.log_metrics(runner.figures(result), step=0)
@@ -58,7 +63,7 @@ def _request(config: AskConfig, deployment: DeploymentFile) -> str:
 
 
 @contextlib.contextmanager
-def _served(config: AskConfig, base_url: str, log_path: Path) -> Iterator[str]:
+def _served(config: AskConfig, base_url: str, applications: Sequence[str], log_path: Path) -> Iterator[str]:
     """`serve run` on the job's own Ray cluster, until the block ends. Raises: DsparkError when it does not come up."""
     import ray  # heavy, and not needed for --dry-run
 
@@ -66,7 +71,13 @@ def _served(config: AskConfig, base_url: str, log_path: Path) -> Iterator[str]:
     command = [str(Path(sys.executable).with_name("serve")), "run", config.deployment]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     with open(log_path, "wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=_heed_interrupts,
+        )
         try:
             _wait(process, base_url, config.startup_timeout_s, log_path)
             yield base_url
@@ -76,6 +87,24 @@ def _served(config: AskConfig, base_url: str, log_path: Path) -> Iterator[str]:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+            _stop_serving(applications)
+
+
+def _heed_interrupts() -> None:
+    """A job in a shell's background ignores SIGINT, and what it starts would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _stop_serving(applications: Sequence[str]) -> None:
+    """Whatever `serve run` left behind; Serve itself stays up while others have applications on it."""
+    from ray import serve  # heavy, and not needed for --dry-run
+
+    others = serve.status().applications.keys() - set(applications)
+    if not others:
+        serve.shutdown()
+        return
+    for name in applications:
+        serve.delete(name)
 
 
 def _require_free(base_url: str) -> None:

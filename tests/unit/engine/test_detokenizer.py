@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from byte_fallback_tokenizer import byte_fallback_tokenizer
 from dspark.bundled_target import SMOLLM2_135M_INSTRUCT, cache_folder
@@ -36,7 +37,7 @@ def byte_ids(tokenizer: Any, data: bytes) -> list[int]:
     """One token per byte, whatever the text."""
     if tokenizer.convert_tokens_to_ids("<0x00>") not in (None, tokenizer.unk_token_id):
         return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in data]
-    letters = transformers.convert_slow_tokenizer.bytes_to_unicode()
+    letters = bytes_to_unicode()
     return [tokenizer.convert_tokens_to_ids(letters[byte]) for byte in data]
 
 
