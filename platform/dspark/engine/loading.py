@@ -17,7 +17,7 @@ from dspark.engine.engine import Engine
 from dspark.engine.hidden_states import check_layer_ids
 from dspark.engine.paged_draft_runner import PagedDraftRunner
 from dspark.engine.target_runner import TargetRunner
-from dspark.errors import Mismatch, MissingInput
+from dspark.errors import MissingInput
 from dspark.provenance import file_sha256, fingerprint, read_json, require_same
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
@@ -171,10 +171,4 @@ def _calibration(folder: Path, notes: list[str]) -> Calibration | None:
     if not (folder / CALIBRATION).is_file():
         notes.append(f"{folder} has no {CALIBRATION}: confidences are used as they are; make it with jobs/calibrate.py")
         return None
-    calibration = Calibration.load(folder / CALIBRATION)
-    if calibration.drafter_sha256 != drafter_sha256(folder):
-        raise Mismatch(
-            f"{folder}/{CALIBRATION} was fitted for another drafter ({calibration.drafter_sha256}); "
-            "make it again with jobs/calibrate.py"
-        )
-    return calibration
+    return Calibration.load(folder / CALIBRATION, drafter_sha256=drafter_sha256(folder))

@@ -20,8 +20,12 @@ def content() -> Any:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_loads(path: Path) -> None:
-    load_config(DeploymentFile, path)
-    ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+    ours = load_config(DeploymentFile, path)
+    serves = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+    assert [app.import_path for app in serves.applications] == [app.import_path for app in ours.applications]
+    assert [d.name for app in serves.applications for d in app.deployments] == [
+        d.name for app in ours.applications for d in app.deployments
+    ]
 
 
 def test_the_demos_file_is_on_loopback_with_the_demos_target_and_drafter() -> None:

@@ -135,3 +135,4 @@ def test_closing_twice_is_closing_once(started: Any, tiny_target: Path) -> None:
     replica = started(tiny_target)
     replica.close()
     replica.close()
+    assert not replica._loop._thread.is_alive()
