@@ -106,3 +106,20 @@ def _merge_candidates(alphabet: list[str]) -> list[tuple[str, str]]:
         merges += [(word[:end], word[end]) for end in range(1, len(word))]
     letters = [token for token in alphabet if token.isascii() and token.islower()]
     return merges + [(left, right) for left in letters for right in letters]
+
+
+def small_vocabulary_target(vocab_size: int, *, initializer_range: float = 0.6) -> transformers.PreTrainedModel:
+    """A random Llama of a few tokens, without a tokenizer: its distributions can be written out."""
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=initializer_range,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()

@@ -125,10 +125,7 @@ def is_drafter_folder(folder: str | Path) -> bool:
 
 def check_drafter(folder: str, target: TargetConfig) -> dict[str, Any]:
     """The drafter's provenance. Raises: MissingInput when incomplete; Mismatch if trained for another target."""
-    for name in DRAFTER_FILES:
-        if not (Path(folder) / name).is_file():
-            raise MissingInput(f"no complete drafter at {folder} ({name} is missing); make one with jobs/train.py")
-    provenance: dict[str, Any] = read_json(Path(folder) / "provenance.json")
+    provenance = _provenance(folder)
     remedy = "use it with the target it was trained for, or train one with jobs/train.py"
     identity = target_identity(target)
     require_same(f"drafter {folder} and target {target.name}", identity, provenance["target"], remedy=remedy)
@@ -136,11 +133,17 @@ def check_drafter(folder: str, target: TargetConfig) -> dict[str, Any]:
 
 
 def drafter_target(folder: str) -> TargetConfig:
-    """The target a drafter was trained for, as it was loaded then."""
-    if not is_drafter_folder(folder):
-        raise MissingInput(f"no complete drafter at {folder}; make one with jobs/train.py")
-    source = f"{folder}/provenance.json"
-    return build_config(TargetConfig, read_json(Path(folder) / "provenance.json")["target_config"], source=source)
+    """The target a drafter was trained for, as it was loaded then. Raises: MissingInput when it is incomplete."""
+    content = _provenance(folder)["target_config"]
+    return build_config(TargetConfig, content, source=f"{folder}/provenance.json")
+
+
+def _provenance(folder: str) -> dict[str, Any]:
+    for name in DRAFTER_FILES:
+        if not (Path(folder) / name).is_file():
+            raise MissingInput(f"no complete drafter at {folder} ({name} is missing); make one with jobs/train.py")
+    content: dict[str, Any] = read_json(Path(folder) / "provenance.json")
+    return content
 
 
 def drafter_sha256(folder: str | Path) -> str:

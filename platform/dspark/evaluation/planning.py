@@ -9,11 +9,11 @@ from dspark.chat import ChatConfig
 from dspark.config import build_config
 from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSet
-from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, drafter_sha256
+from dspark.engine.loading import CALIBRATION, COST_CURVE, check_drafter, drafter_sha256, drafter_target
 from dspark.errors import MissingInput
 from dspark.evaluation.config import EvaluateConfig, EvaluationMode
-from dspark.provenance import file_sha256, fingerprint, read_json, require_same
-from dspark.targets import TargetConfig, target_identity
+from dspark.provenance import file_sha256, fingerprint
+from dspark.targets import TargetConfig
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,15 @@ def open_subject(config: EvaluateConfig) -> Subject:
     Mismatch if it was trained for another target.
     """
     folder = Path(config.drafter)
-    for name in DRAFTER_FILES:
-        if not (folder / name).is_file():
-            raise MissingInput(f"no complete drafter at {folder} ({name} is missing); make one with jobs/train.py")
+    target = config.target or drafter_target(str(folder))
+    provenance = check_drafter(str(folder), target)
     if config.lengths == "scheduled" and not (folder / COST_CURVE).is_file():
         raise MissingInput(
             f"lengths 'scheduled' needs {folder / COST_CURVE}; make it with jobs/profile_engine.py, or set lengths to "
             "'fixed'"
         )
-    provenance = read_json(folder / "provenance.json")
-    recorded = build_config(TargetConfig, provenance["target_config"], source=f"{folder}/provenance.json")
-    target = config.target or recorded
-    identity = target_identity(target)
-    remedy = "measure it on the target it was trained for, or train one with jobs/train.py"
-    require_same(f"drafter {folder} and target {target.name}", identity, provenance["target"], remedy=remedy)
     chat = build_config(ChatConfig, provenance["chat"], source=f"{folder}/provenance.json")
-    return Subject(str(folder.resolve()), target, identity, chat, drafter_sha256(folder))
+    return Subject(str(folder.resolve()), target, provenance["target"], chat, drafter_sha256(folder))
 
 
 def request_of(config: EvaluateConfig, subject: Subject, mode: EvaluationMode) -> str:

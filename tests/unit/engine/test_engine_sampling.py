@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from dspark.engine.draft_runner import SequentialDraftRunner
 from dspark.engine.sampling import SamplingParams, filtered_probs
@@ -14,25 +13,14 @@ from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.speculation.proposal import Proposal
 from scripted_drafters import FixedDistributionDrafter
 from tiny_engine import ids_of, make_engine, request, run
+from tiny_target import small_vocabulary_target
 
 VOCABULARY = 8
 PROMPT = [0, 3, 1]
 
 
 def toy_target(*, initializer_range: float = 0.7, vocab_size: int = VOCABULARY) -> Any:
-    torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=initializer_range,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return small_vocabulary_target(vocab_size, initializer_range=initializer_range)
 
 
 def misfit(model: Any, outputs: Sequence[list[int]], sampling: SamplingParams) -> tuple[float, int]:

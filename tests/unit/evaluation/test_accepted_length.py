@@ -9,6 +9,7 @@ import transformers
 from dspark.engine.sampling import SamplingParams, filtered_probs
 from dspark.evaluation.accepted_length import Rollout, decode_plain, speculate
 from scripted_drafters import FixedDistributionDrafter, ScriptedDrafter
+from tiny_target import small_vocabulary_target
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [1, 40, 77, 130, 2, 25, 61]
@@ -182,22 +183,6 @@ def test_padding_ids_are_never_output_even_where_the_target_and_the_drafter_like
         generator=torch.Generator().manual_seed(1),
     )
     assert max(rollout.output_ids) < used
-
-
-def small_vocabulary_target(vocab_size: int, *, initializer_range: float = 0.6) -> transformers.PreTrainedModel:
-    torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=initializer_range,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.0), SamplingParams(temperature=1.2, top_p=0.8)])
