@@ -66,9 +66,13 @@ def load_tokenizer(config: TargetConfig) -> "PreTrainedTokenizerBase":
 
 def load_target(config: TargetConfig, *, attn_implementation: str = "sdpa") -> "PreTrainedModel":
     """The target on its device, in eval mode, its parameters frozen; weights are read from safetensors only."""
+    from dspark.numerics import pack_linears  # torch is heavy, and must not load before a job has set its environment
+
     options = {"dtype": config.dtype, "attn_implementation": attn_implementation, "use_safetensors": True}
     model: nn.Module = _load(config, transformers.AutoModelForCausalLM.from_pretrained, **options)
-    return cast("PreTrainedModel", model.to(_device(config)).eval().requires_grad_(False))
+    model = model.to(_device(config)).eval().requires_grad_(False)
+    pack_linears(model)
+    return cast("PreTrainedModel", model)
 
 
 def load_target_config(config: TargetConfig) -> "PreTrainedConfig":
@@ -179,7 +183,7 @@ def _git_name(config: TargetConfig) -> str:
 
 
 def _device(config: TargetConfig) -> str:
-    import torch  # heavy, and must not load before a job has set its environment
+    import torch  # heavy: see load_target
 
     if config.device != "auto":
         return config.device

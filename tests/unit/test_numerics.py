@@ -1,8 +1,15 @@
-"""Fast float32 products are still float32 products."""
+"""Fast products on a CPU agree with the plain ones."""
 
+import pytest
 import torch
+from torch import nn
 
-from dspark.numerics import use_fast_float32_products
+from dspark.numerics import PackedLinear, pack_linears, use_fast_float32_products
+
+needs_packing = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="this processor has no bfloat16 kernels",
+)
 
 
 def test_fast_products_are_still_float32_products():
@@ -14,3 +21,41 @@ def test_fast_products_are_still_float32_products():
         assert float(((a @ b) - exact).abs().max()) < 1e-3
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (8,), (1, 5), (3, 70), (200,), (0,)])
+def test_a_packed_layer_computes_what_the_plain_one_does(bias: bool, shape: tuple[int, ...]):
+    torch.manual_seed(0)
+    plain = nn.Linear(96, 130, bias=bias).bfloat16().requires_grad_(False)
+    x = torch.randn(*shape, 96).bfloat16()
+    with torch.inference_mode():
+        packed = PackedLinear(plain)(x)
+    assert packed.dtype == torch.bfloat16
+    exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
+    torch.testing.assert_close(packed.double(), exact, rtol=2**-8, atol=1e-3)  # one rounding to 8 bits
+
+
+@needs_packing
+def test_a_packed_layer_takes_what_it_was_not_packed_for():
+    plain = nn.Linear(8, 70)
+    layer = PackedLinear(plain.bfloat16())
+    x = torch.randn(2, 8).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+    assert torch.equal(layer.float()(torch.ones(8)), nn.functional.linear(torch.ones(8), layer.weight, layer.bias))
+
+
+@needs_packing
+def test_only_plain_bfloat16_layers_worth_it_are_packed():
+    class Own(nn.Linear):
+        """A layer that computes something of its own."""
+
+    model = nn.Sequential(nn.Linear(8, 128), nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1), Own(8, 128)))
+    names = list(model.state_dict())
+    assert pack_linears(model) == 0  # float32
+    assert pack_linears(model.bfloat16()) == 2
+    assert pack_linears(model) == 0
+    assert list(model.state_dict()) == names
+    assert type(model[0]) is type(model[1][0]) is PackedLinear and type(model[1][2]) is Own

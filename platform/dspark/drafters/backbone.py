@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafters.base import BlockBatch
@@ -100,7 +99,8 @@ class Backbone(nn.Module):
         As one matrix: oneDNN takes six times as long for [1, G, d] that was cut from a longer block.
         """
         rows = h.reshape(-1, h.shape[-1])
-        return F.linear(rows, self.head_weight()).float().view(*h.shape[:-1], self.config.draft_vocab_size)
+        logits = self.lm_head(rows)[:, : self.config.draft_vocab_size]
+        return logits.float().view(*h.shape[:-1], self.config.draft_vocab_size)
 
     def context_features(self, target_hidden: Tensor) -> Tensor:
         """C = RMSNorm(W_c [H^l1; …; H^lm]): [..., d]. target_hidden: [..., m*d]."""

@@ -15,6 +15,7 @@ from dspark.drafters.config import DrafterConfig
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.errors import Mismatch, MissingInput
+from dspark.numerics import pack_linears
 from dspark.provenance import read_json, temporary_sibling, write_json
 
 EXCHANGE_ARCHITECTURE = "Qwen3DSparkModel"
@@ -68,7 +69,10 @@ def load_drafter(
         drafter.backbone.d2t = _draft_to_target(offsets, config, folder)
     _load_tensors(drafter, tensors, folder)
     drafter = drafter.to(device=device, dtype=dtype)
-    return drafter if trainable else drafter.eval().requires_grad_(False)
+    if not trainable:
+        drafter.eval().requires_grad_(False)
+        pack_linears(drafter)
+    return drafter
 
 
 def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:

@@ -146,13 +146,13 @@ class PagedDraftRunner:
         scales = torch.tensor([requests[i].temperature for i in sampled], device=self._device).unsqueeze(1)
         previous = torch.tensor([request.anchor_id for request in requests], device=self._device)
         columns, embedded_rows, probs = [], [], []
-        bias_weight = self._drafter.bias_weight()
+        markov_head = self._drafter.markov_head if isinstance(self._drafter, DSparkDrafter) else None
         for slot in range(num_slots):
             logits = base[:, slot]
-            if isinstance(self._drafter, DSparkDrafter) and bias_weight is not None:
-                embedded = self._drafter.markov_head.embed(previous)  # type: ignore[union-attr]
+            if markov_head is not None:
+                embedded = markov_head.embed(previous)
                 embedded_rows.append(embedded)
-                logits = logits + (embedded @ bias_weight.T).float()
+                logits = logits + markov_head.bias(embedded)[:, : logits.shape[1]].float()
             drawn = logits.argmax(dim=-1)
             if sampled:
                 distribution = torch.softmax(logits[sampled] / scales, dim=-1)
