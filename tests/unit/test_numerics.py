@@ -43,7 +43,8 @@ def test_a_packed_layer_takes_what_it_was_not_packed_for():
     layer = PackedLinear(plain.bfloat16())
     x = torch.randn(2, 8).bfloat16().requires_grad_()
     layer(x).sum().backward()
-    assert x.grad is not None and layer.weight.grad is not None
+    assert x.grad is not None
+    assert layer.weight.grad is not None
     assert torch.equal(layer.float()(torch.ones(8)), nn.functional.linear(torch.ones(8), layer.weight, layer.bias))
 
 
@@ -58,4 +59,5 @@ def test_only_plain_bfloat16_layers_worth_it_are_packed():
     assert pack_linears(model.bfloat16()) == 2
     assert pack_linears(model) == 0
     assert list(model.state_dict()) == names
-    assert type(model[0]) is type(model[1][0]) is PackedLinear and type(model[1][2]) is Own
+    assert type(model[0]) is type(model[1][0]) is PackedLinear
+    assert type(model[1][2]) is Own
