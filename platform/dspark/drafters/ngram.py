@@ -78,14 +78,20 @@ class NGramDrafter:
         the copy goes on with its own tokens, as a repetition does. The ids are on the CPU.
         Raises: ValueError unless 0 <= max_tokens <= block_size.
         """
+        copied = torch.tensor(self.copy(state, max_tokens), dtype=torch.long)
+        return Proposal(copied, probs=None, confidence_logits=None)
+
+    def copy(self, state: NGramState, max_tokens: int) -> list[int]:
+        """The ids that `propose` proposes. Raises: ValueError as it does."""
         check_length(max_tokens, self.block_size)
         start = self._match(state)
+        if start is None:
+            return []
         copied: list[int] = []
-        if start is not None:
-            period = len(state.ids) - start
-            for k in range(max_tokens):
-                copied.append(state.ids[start + k] if k < period else copied[k - period])
-        return Proposal(torch.tensor(copied, dtype=torch.long), probs=None, confidence_logits=None)
+        period = len(state.ids) - start
+        for k in range(max_tokens):
+            copied.append(state.ids[start + k] if k < period else copied[k - period])
+        return copied
 
     def _match(self, state: NGramState) -> int | None:
         for length in range(self.config.max_match, self.config.min_match - 1, -1):

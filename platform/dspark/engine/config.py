@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from dspark.config import Config
+from dspark.engine.lookup import LookupConfig
 
 
 class EngineConfig(Config):
@@ -23,6 +24,8 @@ class EngineConfig(Config):
     min_gain: float = Field(0.12, ge=0)
     """Share by which drafting must be expected to raise tokens per second, else the batch decodes plainly. Curve and
     estimates are no more exact than a tenth on a machine that others share; lower it on one that is yours alone."""
+    lookup: LookupConfig | None = None
+    """Copy what the text repeats before the drafter is asked; None asks the drafter alone."""
     probe_every: int = Field(64, ge=1)
     """Steps after which a request that is not worth drafting for is tried again."""
 

@@ -17,9 +17,10 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.detokenizer import Detokenizer, TokenKinds
 from dspark.engine.draft_runner import DraftRequest, DraftRunner
 from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
+from dspark.engine.lookup import Lookup
 from dspark.engine.output_text import OutputText
 from dspark.engine.policy import SpeculationPolicy
-from dspark.engine.request import GenerationRequest, commit
+from dspark.engine.request import GenerationRequest, check_request, commit
 from dspark.engine.request_scheduler import RequestScheduler
 from dspark.engine.running import RunningRequest
 from dspark.engine.stats import EngineStats
@@ -60,11 +61,13 @@ class Engine:
             min_gain=config.min_gain,
         )
         self._target, self._drafts, self._tokenizer = target, drafts, tokenizer
+        self._lookup = None if config.lookup is None else Lookup(config.lookup)
+        self._most_ahead = max(self.block_size, self._lookup.block_size if self._lookup else 0)
         self._requests = RequestScheduler(
             PagePool(target.num_pages),
             page_size=target.page_size,
             max_running=config.max_running_requests,
-            num_ahead=self.block_size,
+            num_ahead=self._most_ahead,
         )
         self._prior = PriorEstimate()
         self._token_kinds = None if tokenizer is None else TokenKinds.of(tokenizer)
@@ -110,19 +113,7 @@ class Engine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises: ValueError (what, value, remedy) when it can never run."""
-        if not request.prompt_ids:
-            raise ValueError("the prompt is empty; the target needs at least one token to start from")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens is {request.max_tokens}; use 1 or more")
-        limit, length = self.max_context_tokens, len(request.prompt_ids) + request.max_tokens
-        if limit is not None and length > limit:
-            raise ValueError(
-                f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.max_tokens}) make {length}, over "
-                f"the context of {limit}; shorten one of them"
-            )
-        forced = request.verify_length
-        if forced is not None and not 0 <= forced <= self.block_size:
-            raise ValueError(f"verify_length {forced} is outside of the drafter's block; use 0..{self.block_size}")
+        check_request(request, max_context_tokens=self.max_context_tokens, block_size=self.block_size)
         self._requests.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -138,6 +129,8 @@ class Engine:
         reading, decoding = self._split()
         if not reading and not decoding:
             return []
+        if self._lookup is not None:
+            self.policy.choose_copies(decoding, self._lookup)
         prefill_tokens = sum(len(work.piece.token_ids) for work in reading)
         proposals = self._propose(decoding, self.policy.choose(decoding, prefill_tokens=prefill_tokens))
         lengths = self._allocate(decoding, proposals, prefill_tokens)
@@ -172,6 +165,7 @@ class Engine:
             text=self._new_text(request),
             generator=generator,
             estimate=AcceptanceEstimate(self._prior),
+            copies=None if self._lookup is None else self._lookup.new_memory(),
         )
 
     def _new_text(self, request: GenerationRequest) -> OutputText | None:
@@ -183,7 +177,7 @@ class Engine:
     def _split(self) -> tuple[list[Work], list[RunningRequest]]:
         """Prompt chunks to read beside the decodes, oldest request first, and the requests that decode."""
         decoding = [r for r in self._requests.running.values() if r.is_prefilled]
-        room = max(self._target.page_size, self.config.max_batch_tokens - len(decoding) * (1 + self.block_size))
+        room = max(self._target.page_size, self.config.max_batch_tokens - len(decoding) * (1 + self._most_ahead))
         reading = []
         for running in self._requests.running.values():
             if running.is_prefilled or room <= 0:
@@ -193,11 +187,14 @@ class Engine:
         return reading, decoding
 
     def _propose(self, decoding: Sequence[RunningRequest], wanted: Sequence[int]) -> list[Proposal]:
-        """A proposal per request, empty where none is wanted."""
+        """A proposal per request: its copy, or what the drafter says where it is wanted, or none."""
         proposals = [self._nothing] * len(decoding)
         chosen = [i for i, length in enumerate(wanted) if length > 0]
         for i, running in enumerate(decoding):
-            running.steps_undrafted = 0 if wanted[i] > 0 else running.steps_undrafted + 1
+            if running.is_copied and running.copies is not None:
+                proposals[i] = running.copies.proposal(self._target.device)
+            else:
+                running.steps_undrafted = 0 if wanted[i] > 0 else running.steps_undrafted + 1
         if chosen and self._drafts is not None:
             asked = [
                 DraftRequest(
@@ -211,9 +208,11 @@ class Engine:
             ]
             for i, proposal in zip(chosen, self._drafts.propose(asked), strict=True):
                 proposals[i] = proposal
+        drafted = [proposals[i].num_tokens for i in chosen]
         self.stats.decodes += len(decoding)
-        self.stats.drafted += sum(proposal.num_tokens > 0 for proposal in proposals)
-        self.stats.drafted_tokens += sum(proposal.num_tokens for proposal in proposals)
+        self.stats.copied += sum(running.is_copied for running in decoding)
+        self.stats.drafted += sum(num_tokens > 0 for num_tokens in drafted)
+        self.stats.drafted_tokens += sum(drafted)
         return proposals
 
     def _allocate(
@@ -279,12 +278,16 @@ class Engine:
         logits = None if proposal.confidence_logits is None else proposal.confidence_logits.tolist()
         self.stats.scheduled_tokens += proposal.num_tokens
         self.stats.rounds.add_round(proposal.num_tokens, verdict.num_accepted, num_committed, confidence_logits=logits)
+        if running.is_copied:
+            self.stats.copies.add_round(proposal.num_tokens, verdict.num_accepted, num_committed)
         self.policy.learn(running, proposal.num_tokens, verdict.num_accepted)
         return Round(proposal.num_tokens, verdict.num_accepted, num_committed, logits)
 
     def _extend(self, running: RunningRequest, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
         if self._drafts is not None:
             self._drafts.extend(running.memory, committed_ids, hidden)
+        if self._lookup is not None and running.copies is not None:
+            self._lookup.extend(running.copies, committed_ids)
 
     def _count(self, batch: FlatBatch, started: float, drafted_at: float, verified_at: float) -> None:
         self.stats.steps += 1

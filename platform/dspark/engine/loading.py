@@ -115,7 +115,7 @@ def plain_twin(loaded: LoadedEngine) -> Engine:
     runner = TargetRunner(
         target.model, vocabulary_size=target.vocabulary_size, num_pages=config.num_pages, page_size=config.page_size
     )
-    return Engine(runner, None, loaded.tokenizer, config=config.with_changes(verify_length=None))
+    return Engine(runner, None, loaded.tokenizer, config=config.with_changes(verify_length=None, lookup=None))
 
 
 def is_drafter_folder(folder: str | Path) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dspark.engine.estimates import ConfidenceDrift
+from dspark.engine.lookup import Lookup
 from dspark.engine.running import RunningRequest
 from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival
 from dspark.speculation.cost_curve import CostCurve
@@ -56,24 +57,44 @@ class SpeculationPolicy:
         fixed = self.verify_length if fixed is None else fixed
         return None if fixed is None else self._fitting(running, fixed)
 
+    def choose_copies(self, decoding: Sequence[RunningRequest], lookup: Lookup) -> None:
+        """Look every request's text up, and settle whose copy is verified: where more of it is expected to stand.
+
+        A length that the request itself asks for is one of drafting: nothing is copied there.
+        """
+        for running in decoding:
+            assert running.copies is not None
+            fixed = self.fixed_length(running)
+            most = 0 if running.request.verify_length is not None else running.room if fixed is None else fixed
+            lookup.look_up(running.copies, most)
+            if running.copies.copied:
+                limit = self._fitting(running, self.block_size) if fixed is None else fixed
+                drafted = running.estimate.survival(limit)
+                running.copies.is_used = sum(running.copies.survival()) >= sum(drafted)
+
     def choose(self, decoding: Sequence[RunningRequest], *, prefill_tokens: int) -> list[int]:
-        """Draft tokens to ask for, per request; 0 = decode it plainly this step."""
+        """Draft tokens to ask the drafter for, per request; 0 = verify its copy if it has one, else nothing."""
         fixed = [self.fixed_length(running) for running in decoding]
-        if self.curve is None or all(length is not None for length in fixed):
-            return [length or 0 for length in fixed]
+        is_free = [running.is_copied for running in decoding]
+        if self.curve is None or all(is_free) or all(length is not None for length in fixed):
+            return [0 if is_copied else length or 0 for is_copied, length in zip(is_free, fixed, strict=True)]
         limits = [self._fitting(running, self.block_size) for running in decoding]
-        expected = [running.estimate.survival(limit) for running, limit in zip(decoding, limits, strict=True)]
+        expected = [self._expected(running, limit) for running, limit in zip(decoding, limits, strict=True)]
         chosen = choose_drafting(
-            expected, self.curve, prefill_tokens=prefill_tokens, fixed=fixed, min_gain=self.min_gain
+            expected, self.curve, prefill_tokens=prefill_tokens, fixed=fixed, is_free=is_free, min_gain=self.min_gain
         )
-        probed = self._is_probe_due(running for running, length in zip(decoding, fixed, strict=True) if length is None)
-        rows = [row if is_chosen else [] for row, is_chosen in zip(expected, chosen, strict=True)]
-        lengths = self._lengths(rows, fixed, prefill_tokens)
+        open_ones = [running for running, length in zip(decoding, fixed, strict=True) if length is None]
+        probed = self._is_probe_due(running for running in open_ones if not running.is_copied)
+        kept = zip(expected, chosen, is_free, strict=True)
+        rows = [row if is_chosen or is_copied else [] for row, is_chosen, is_copied in kept]
+        lengths = self._lengths(rows, fixed, prefill_tokens, num_drafted=sum(chosen))
         wanted = []
         for i, running in enumerate(decoding):
             forced = fixed[i]
-            running.is_probed = forced is None and not chosen[i] and probed and self._is_stale(running)
-            if forced is not None:
+            running.is_probed = forced is None and not (chosen[i] or is_free[i]) and probed and self._is_stale(running)
+            if is_free[i]:
+                wanted.append(0)
+            elif forced is not None:
                 wanted.append(forced)
             else:
                 wanted.append(min(limits[i], lengths[i] + NUM_AHEAD) if chosen[i] or running.is_probed else 0)
@@ -81,8 +102,8 @@ class SpeculationPolicy:
 
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
         """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
-        rows: list[list[float]] = [
-            running.estimate.survival(proposal.num_tokens) for running, proposal in zip(drafted, proposals, strict=True)
+        rows = [
+            self._expected(running, proposal.num_tokens) for running, proposal in zip(drafted, proposals, strict=True)
         ]
         for running in drafted:
             running.confident_survival = None
@@ -101,6 +122,8 @@ class SpeculationPolicy:
 
     def learn(self, running: RunningRequest, num_verified: int, num_accepted: int) -> None:
         """Take a verdict in, for later steps."""
+        if running.is_copied:
+            return  # lookup learns by itself, from every committed token
         if running.confident_survival is not None:
             self._drift[running.is_greedy].update(running.confident_survival[:num_verified], num_accepted)
         elif num_verified:
@@ -118,17 +141,23 @@ class SpeculationPolicy:
         bound = [None if f is None else min(f, len(row)) for f, row in zip(fixed, survival, strict=True)]
         if self.curve is None:
             return [length or 0 for length in bound]
-        return self._lengths(survival, bound, prefill_tokens)
+        drafted = sum(1 for running, row in zip(decoding, survival, strict=True) if row and not running.is_copied)
+        return self._lengths(survival, bound, prefill_tokens, num_drafted=drafted)
 
     def _lengths(
-        self, survival: Sequence[Sequence[float]], fixed: Sequence[int | None], prefill_tokens: int
+        self,
+        survival: Sequence[Sequence[float]],
+        fixed: Sequence[int | None],
+        prefill_tokens: int,
+        *,
+        num_drafted: int,
     ) -> list[int]:
         assert self.curve is not None
         return self._scheduler.allocate(
             survival,
             self.curve,
             prefill_tokens=prefill_tokens,
-            draft_s=self.curve.draft_seconds(sum(1 for row in survival if row)),
+            draft_s=self.curve.draft_seconds(num_drafted),
             capacity=self.capacity,
             fixed=fixed,
         )
@@ -138,6 +167,12 @@ class SpeculationPolicy:
         if running.is_probed and not self.has_confidence:
             return PROBE_LENGTH
         return self.fixed_length(running)
+
+    def _expected(self, running: RunningRequest, num_tokens: int) -> list[float]:
+        """Survival from past rounds, of so many tokens that are drafted, or of the copy."""
+        if running.is_copied and running.copies is not None:
+            return running.copies.survival()
+        return running.estimate.survival(num_tokens)
 
     def _fitting(self, running: RunningRequest, length: int) -> int:
         return max(0, min(length, running.room, self.block_size))

@@ -34,6 +34,23 @@ class GenerationRequest:
             raise ValueError(f"stop_strings {list(self.stop_strings)} holds an empty string; leave it out")
 
 
+def check_request(request: GenerationRequest, *, max_context_tokens: int | None, block_size: int) -> None:
+    """Raises: ValueError (what, value, remedy) for a request that an engine with these limits can never run."""
+    if not request.prompt_ids:
+        raise ValueError("the prompt is empty; the target needs at least one token to start from")
+    if request.max_tokens < 1:
+        raise ValueError(f"max_tokens is {request.max_tokens}; use 1 or more")
+    length = len(request.prompt_ids) + request.max_tokens
+    if max_context_tokens is not None and length > max_context_tokens:
+        raise ValueError(
+            f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.max_tokens}) make {length}, over "
+            f"the context of {max_context_tokens}; shorten one of them"
+        )
+    forced = request.verify_length
+    if forced is not None and not 0 <= forced <= block_size:
+        raise ValueError(f"verify_length {forced} is outside of the drafter's block; use 0..{block_size}")
+
+
 @dataclass(frozen=True)
 class Commit:
     """The tokens that stand of those offered, why output ends here (None: it goes on), and the text to show now."""

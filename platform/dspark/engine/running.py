@@ -7,6 +7,7 @@ import torch
 
 from dspark.attention.page_pool import PageTable
 from dspark.engine.estimates import AcceptanceEstimate
+from dspark.engine.lookup import CopyMemory
 from dspark.engine.output_text import OutputText
 from dspark.engine.request import GenerationRequest
 
@@ -17,6 +18,7 @@ class RunningRequest:
 
     steps_undrafted: decode steps since the request was last drafted for; is_probed: it is drafted for in this step
     only to see whether that pays again. confident_survival: of the present proposal's slots by its confidences alone.
+    copies: what lookup knows of it, None where there is no lookup.
     """
 
     request: GenerationRequest
@@ -25,6 +27,7 @@ class RunningRequest:
     text: OutputText | None
     generator: torch.Generator | None
     estimate: AcceptanceEstimate
+    copies: CopyMemory | None = None
     output_ids: list[int] = field(default_factory=list)
     steps_undrafted: int = 0
     is_probed: bool = False
@@ -47,6 +50,11 @@ class RunningRequest:
     def room(self) -> int:
         """Draft tokens that could still be output beside the target's own token, which every round outputs."""
         return self.request.max_tokens - len(self.output_ids) - 1
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether this step verifies a copy, in place of the drafter's proposal."""
+        return self.copies is not None and self.copies.is_used
 
     @property
     def is_greedy(self) -> bool:

@@ -122,9 +122,9 @@ def summarize_pairs(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]
 
 def format_pairs(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """The summary as a table; times are of the median request."""
-    names = ("mode", "at once", "pairs", "plain t/s", "spec t/s", "ratio", "spread", "tau", "verified", "drafted")
-    shown = "{:<10} {:>7} {:>5} {:>9} {:>9} {:>6} {:>12} {:>5} {:>8} {:>7} {:>15} {:>13} {:>9}"
-    lines = [shown.format(*names, "first token ms", "ms/token", "identical")]
+    names = ("mode", "at once", "pairs", "plain t/s", "spec t/s", "ratio", "spread", "tau", "verified")
+    shown = "{:<10} {:>7} {:>5} {:>9} {:>9} {:>6} {:>12} {:>5} {:>8} {:>7} {:>6} {:>15} {:>13} {:>9}"
+    lines = [shown.format(*names, "drafted", "copied", "first token ms", "ms/token", "identical")]
     for mode, by_concurrency in summary.items():
         for concurrency, f in by_concurrency.items():
             plain, speculative, ratio = f["plain"], f["speculative"], f["ratio"]
@@ -133,12 +133,14 @@ def format_pairs(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
                     *(mode, concurrency, f["pairs"]),
                     *(_number(side["tokens_per_s"], 1) for side in (plain, speculative)),
                     *(_number(ratio["median"]), f"{_number(ratio['low'])} .. {_number(ratio['high'])}"),
-                    *(_number(speculative[key]) for key in ("accepted_length", "verify_length", "drafted_share")),
+                    *(_number(speculative[key]) for key in ("accepted_length", "verify_length")),
+                    *(_number(speculative[key]) for key in ("drafted_share", "copied_share")),
                     *(_both(plain, speculative, key) for key in ("first_token_ms", "token_ms")),
                     "-" if f["identical"] is None else f"{f['identical']}/{f['compared']}",
                 )
             )
     lines.append("ratio: median over pairs of speculative over plain throughput, and its range; times: plain, spec")
+    lines.append("drafted, copied: shares of the decodes, by the drafter and by lookup; the others were plain")
     return "\n".join(lines)
 
 

@@ -109,7 +109,7 @@ class LoadRun:
     """All requests of one run, answers in their order. seconds: from the first request to the last token.
 
     full_load_*: the part in which every place was taken. counts: verified rounds; num_drafted of num_decodes steps of
-    a request had a proposal made. None over HTTP, where it is not told.
+    a request had a proposal made, num_copied had one looked up. None over HTTP, where it is not told.
     """
 
     answers: list[Answer]
@@ -119,6 +119,7 @@ class LoadRun:
     counts: AcceptanceCounts | None = None
     num_decodes: int = 0
     num_drafted: int = 0
+    num_copied: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +159,8 @@ class LoadRun:
     def _round_figures(self) -> dict[str, float | None]:
         """verify_length: draft tokens verified per step of a request, undrafted steps counted as 0."""
         if self.counts is None:
-            return dict.fromkeys(("accepted_length", "acceptance", "verify_length", "drafted_share", "round_tokens"))
+            names = ("accepted_length", "acceptance", "verify_length", "drafted_share", "copied_share", "round_tokens")
+            return dict.fromkeys(names)
         c = self.counts
         num_rounds = c.rounds + c.plain_rounds
         return {
@@ -166,6 +168,7 @@ class LoadRun:
             "acceptance": _ratio(c.accepted_tokens, c.proposed_tokens - c.after_stop_tokens),
             "verify_length": _ratio(c.proposed_tokens, num_rounds),
             "drafted_share": _ratio(self.num_drafted, self.num_decodes),
+            "copied_share": _ratio(self.num_copied, self.num_decodes),
             "round_tokens": _ratio(c.committed_tokens + c.plain_committed_tokens, num_rounds),
         }
 
@@ -191,7 +194,7 @@ def closed_loop(
     waiting = deque(requests)
     answers: dict[str, Answer] = {}
     num_open = num_tokens = full_load_tokens = 0
-    decodes, drafted = engine.stats.decodes, engine.stats.drafted
+    decodes, drafted, copied = engine.stats.decodes, engine.stats.drafted, engine.stats.copied
     counts = AcceptanceCounts()
     now = started = clock()
     full_load_s = 0.0
@@ -225,6 +228,7 @@ def closed_loop(
         counts=counts,
         num_decodes=engine.stats.decodes - decodes,
         num_drafted=engine.stats.drafted - drafted,
+        num_copied=engine.stats.copied - copied,
     )
 
 

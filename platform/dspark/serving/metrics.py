@@ -65,7 +65,7 @@ class ReplicaMetrics:
 
 def engine_families(engine: Engine) -> list[Metric]:
     """Counters and gauges of an engine, read while it runs: each is right, two may be a step apart."""
-    stats, rounds = engine.stats, engine.stats.rounds
+    stats, rounds, copies = engine.stats, engine.stats.rounds, engine.stats.copies
     counters = {
         "prompt_tokens": ("Prompt tokens read by the target.", stats.prompt_tokens),
         "output_tokens": ("Tokens of answers, stop tokens included.", stats.output_tokens),
@@ -74,11 +74,16 @@ def engine_families(engine: Engine) -> list[Metric]:
         "rounds": ("Verifications of at least one draft token.", rounds.rounds),
         "committed_tokens": ("Tokens those verifications committed, bonus tokens included.", rounds.committed_tokens),
         "plain_rounds": ("Decodes of a request without a draft token to verify.", rounds.plain_rounds),
-        "decodes": ("Decodes of a request, drafted for or not.", stats.decodes),
+        "decodes": ("Decodes of a request, drafted for, copied or plain.", stats.decodes),
         "drafted_decodes": ("Decodes of a request that was drafted for.", stats.drafted),
+        "copied_decodes": ("Decodes of a request whose text was looked up instead.", stats.copied),
         "drafted_tokens": ("Draft tokens proposed.", stats.drafted_tokens),
         "verified_tokens": ("Draft tokens given to verification.", stats.scheduled_tokens),
         "accepted_tokens": ("Draft tokens committed.", rounds.accepted_tokens),
+        "lookup_rounds": ("Verifications of tokens copied from the text itself, not drafted.", copies.rounds),
+        "lookup_committed_tokens": ("Tokens those committed, bonus tokens included.", copies.committed_tokens),
+        "lookup_verified_tokens": ("Copied tokens given to verification.", copies.proposed_tokens),
+        "lookup_accepted_tokens": ("Copied tokens committed.", copies.accepted_tokens),
         "draft_seconds": ("Seconds of choosing, drafting and allocating.", stats.draft_s),
         "verify_seconds": ("Seconds of the target's passes and verification.", stats.verify_s),
         "step_seconds": ("Seconds of whole steps.", stats.step_s),

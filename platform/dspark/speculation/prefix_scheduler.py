@@ -79,12 +79,15 @@ def choose_drafting(
     *,
     prefill_tokens: int = 0,
     fixed: FixedLengths | None = None,
+    is_free: Sequence[bool] | None = None,
     min_gain: float = 0.0,
 ) -> list[bool]:
     """Which requests to draft in this step, maximising (R + sum a) / (T_verify(B) + T_draft(requests drafted)).
 
     expected_survival: one row per request from past rounds; an empty row is a request that cannot be drafted.
     fixed: as in `allocate`; a request with a fixed length is drafted exactly if that is not 0.
+    is_free: per request, whether its draft tokens are there already: it is not drafted and costs no drafting, but its
+    slots take their share of the batch.
     Requests are tried in falling order of what they are expected to gain, and each number of them is judged by the
     lengths `allocate` would give them: what it would not verify is not worth drafting. Estimates from past rounds say
     nothing about tokens not yet drawn, so unlike `allocate` this may search; ties go to fewer requests.
@@ -94,12 +97,15 @@ def choose_drafting(
     if not expected_survival:
         return []
     step = _rank(expected_survival, fixed, prefill_tokens)
-    is_forced = step.lengths > 0
+    free = np.zeros(len(expected_survival), dtype=np.bool_) if is_free is None else np.array(is_free, dtype=np.bool_)
+    is_forced = (step.lengths > 0) & ~free
     num_forced = int(is_forced.sum())
     verify_s = _smooth_seconds(step, curve)
     order = _by_gain(step, verify_s)
+    order = order[~free[order]]
     place = np.full(len(expected_survival), len(expected_survival))
     place[order] = np.arange(len(order))
+    place[free] = -1
     place_of_slot = place[step.requests]
 
     def tokens_per_second(num_drafted: int) -> float:
@@ -112,7 +118,7 @@ def choose_drafting(
     num_drafted = _best_size(tokens_per_second, len(order))
     if tokens_per_second(num_drafted) < (1.0 + min_gain) * tokens_per_second(0):
         num_drafted = 0
-    drafted: list[bool] = ((place < num_drafted) | is_forced).tolist()
+    drafted: list[bool] = (((place >= 0) & (place < num_drafted)) | is_forced).tolist()
     return drafted
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dspark.engine.draft_runner import SequentialDraftRunner
+from dspark.engine.lookup import LookupConfig
 from dspark.engine.sampling import SamplingParams, filtered_probs
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.prefix_scheduler import PrefixScheduler
@@ -73,6 +74,22 @@ def test_sampled_tokens_follow_the_filtered_target(concurrency, sampling):
     assert num_draws == 20_000
     assert p > 0.001
     assert 0.05 < engine.stats.rounds.conditional_acceptance[0] < 0.95
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_sampled_tokens_follow_the_target_where_the_text_is_copied(concurrency):
+    """Which level drafts, and how much of it is verified, must not depend on what is drawn next."""
+    model, sampling = toy_target(), SamplingParams(temperature=0.7)
+    drafts = SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=3))
+    curve = CostCurve((1, 64), (1.0, 1.3), (1, 8), (0.02, 0.04))
+    lookup = LookupConfig(block_size=5, min_match=1, max_match=3)
+    engine = make_engine(model, drafts, curve=curve, max_running_requests=concurrency, lookup=lookup)
+    outputs = sample_outputs(model, engine, sampling, num=400, max_tokens=50)
+    p, num_draws = misfit(model, outputs, sampling)
+    assert num_draws == 20_000
+    assert p > 0.001
+    assert 500 < engine.stats.copies.rounds < engine.stats.rounds.rounds - 500
+    assert 0.05 < engine.stats.copies.conditional_acceptance[0] < 0.95
 
 
 def test_the_fit_notices_a_sampler_that_accepts_too_much():

@@ -276,3 +276,20 @@ def test_a_gain_below_the_least_one_is_not_drafted_for():
     assert choose_drafting(expected, curve, min_gain=0.08) == [True]
     assert choose_drafting(expected, curve, min_gain=0.09) == [False]
     assert choose_drafting(expected, curve, min_gain=0.5, fixed=[1]) == [True]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_there_already_costs_no_drafting_but_its_place_in_the_batch(seed: int) -> None:
+    rng = random.Random(seed)
+    survival, curve = random_rows(rng, 4, 2), random_curve(rng, 16, convex=True)
+    is_free = [rng.random() < 0.5 for _ in survival]
+
+    def rate(drafted: Sequence[bool]) -> float:
+        known = [row if one or free else [] for row, one, free in zip(survival, drafted, is_free, strict=True)]
+        options = {"draft_s": curve.draft_seconds(sum(drafted))}
+        return smooth_rate(full_search(known, curve, **options), known, curve, **options)
+
+    drafted = choose_drafting(survival, curve, is_free=is_free)
+    assert not any(one and free for one, free in zip(drafted, is_free, strict=True))
+    every = itertools.product(*[(False,) if free else (False, True) for free in is_free])
+    assert rate(drafted) >= 0.97 * max(rate(one) for one in every)
