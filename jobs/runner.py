@@ -26,6 +26,8 @@ RunStage = Callable[..., dict[str, Any]]
 
 log = logging.getLogger("dspark")
 
+INTERRUPTED = 130  # exit status of a process that Ctrl-C ends: 128 + SIGINT
+
 
 def main(config_class: type[C], run: RunStage, *, default_config: str, argv: Sequence[str] | None = None) -> int:
     """Parse the command line, call `run(config, fresh=, dry_run=)` and print its result as the last line."""
@@ -33,6 +35,8 @@ def main(config_class: type[C], run: RunStage, *, default_config: str, argv: Seq
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
+    for name in ("httpx", "httpx2"):  # a line per request says nothing that a job's own lines do not
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         config = load_config(config_class, arguments.config, arguments.overrides)
         result = run(config, fresh=arguments.fresh, dry_run=arguments.dry_run)
@@ -40,6 +44,9 @@ def main(config_class: type[C], run: RunStage, *, default_config: str, argv: Seq
         # From a Ray worker comes a subclass whose message is the remote traceback; the cause has ours.
         print(f"error: {one_line(getattr(error, 'cause', error), max_chars=2000)}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr, flush=True)
+        return INTERRUPTED
     except Exception as error:
         log.exception("job failed")
         print(f"error: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)

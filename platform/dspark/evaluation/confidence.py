@@ -32,14 +32,16 @@ DEFINITION = (
 
 @dataclass(frozen=True)
 class RoundTable:
-    """Rounds that proposed something. logits: [N, G] float64, NaN where nothing was proposed.
+    """Rounds that the drafter proposed something for. logits: [N, G] float64, NaN where nothing was proposed.
 
     num_accepted: [N], the verdict's; num_judged: [N], slots whose fate was decided: none behind a stop token.
+    num_copied: rounds of copied tokens, which no confidence speaks of: left out.
     """
 
     logits: NDArray[np.float64]
     num_accepted: NDArray[np.int64]
     num_judged: NDArray[np.int64]
+    num_copied: int = 0
 
     @property
     def num_rounds(self) -> int:
@@ -47,13 +49,16 @@ class RoundTable:
 
     @classmethod
     def of(cls, rows: Iterable[Row], block_size: int) -> "RoundTable":
-        """The rounds of all turns of result rows. Every round must carry its confidences."""
-        rounds = [r for row in rows for turn in row["turns"] for r in turn["rounds"] if r["num_proposed"]]
+        """The rounds of all turns of result rows, of a drafter that has confidences."""
+        proposed = [r for row in rows for turn in row["turns"] for r in turn["rounds"] if r["num_proposed"]]
+        rounds = [r for r in proposed if r["confidence_logits"] is not None]
         logits = np.full((len(rounds), block_size), np.nan)
         for line, r in zip(logits, rounds, strict=True):
             line[: r["num_proposed"]] = r["confidence_logits"]
         accepted = [r["num_accepted"] for r in rounds]
-        return cls(logits, np.array(accepted, np.int64), np.array([_num_judged(r) for r in rounds], np.int64))
+        judged = [_num_judged(r) for r in rounds]
+        num_copied = len(proposed) - len(rounds)
+        return cls(logits, np.array(accepted, np.int64), np.array(judged, np.int64), num_copied)
 
 
 def split_halves(prompts: Iterable[Prompt], *, seed: int) -> tuple[set[str], set[str]]:
@@ -119,6 +124,7 @@ def calibration_report(
         "temperatures": list(scales.temperatures),
         "shifts": list(scales.shifts),
         "rounds": {"fit": fit.num_rounds, "test": test.num_rounds},
+        "copied_rounds": {"fit": fit.num_copied, "test": test.num_copied},
         "answers": dict(Counter(turn["finish_reason"] for row in rows for turn in row["turns"])),
         "positions": positions,
         "mean_ece": _mean_ece(positions),

@@ -96,6 +96,8 @@ def request_of(config: EvaluateConfig, subject: Subject, mode: EvaluationMode) -
     }
     if config.through == "engine":
         content["engine"] = config.engine.model_dump()  # what does not fit into it is a row with an error
+    if config.through == "engine" and config.engine.lookup is not None:  # what copies taught it, all rows together
+        content |= {"concurrency": config.concurrency, "num_workers": config.num_workers}
     if config.lengths == "scheduled":
         load = {"concurrency": config.concurrency, "num_workers": config.num_workers}
         content |= load | {name: _digest(Path(subject.drafter) / name) for name in (CALIBRATION, COST_CURVE)}

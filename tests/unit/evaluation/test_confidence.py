@@ -95,6 +95,12 @@ def test_rounds_are_judged_as_far_as_their_fate_was_decided():
     assert np.isnan(table.logits[2, 1:]).all()
 
 
+def test_copied_rounds_have_no_confidence_and_are_counted_apart():
+    copied = a_round([0.0, 0.0, 0.0], 3, 4) | {"confidence_logits": None}
+    table = RoundTable.of([{"turns": [{"rounds": [a_round([1.0], 1, 2), copied, copied]}]}], 3)
+    assert (table.num_rounds, table.num_copied) == (1, 2)
+
+
 def test_no_rows_are_no_rounds():
     assert RoundTable.of([], 3).logits.shape == (0, 3)
 

@@ -97,6 +97,16 @@ def test_a_failure_the_user_can_act_on_is_one_line(config_file: str, capsys: pyt
     assert capsys.readouterr().err == "error: no answers in runs/demo; run jobs/generate.py first\n"
 
 
+def test_an_interrupted_job_says_in_one_line_how_to_go_on(
+    config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    assert runner.main(JobConfig, interrupted, default_config="job.yaml", argv=["--config", config_file]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted: the same command goes on from here"
+
+
 def test_a_failure_from_a_ray_worker_shows_its_cause(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     from ray.exceptions import RayTaskError
 
