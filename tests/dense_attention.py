@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import Backbone
-from dspark.drafters.base import BlockBatch
+from dspark.drafters.base import BlockBatch, PackedBatch
 from dspark.drafters.layers import DraftAttention, RotaryEmbedding, rotate
 
 
@@ -59,3 +59,45 @@ def dense_block_states(backbone: Backbone, batch: BlockBatch) -> Tensor:
             h = h + layer.mlp(layer.post_attention_layernorm(h))
         rows.append(backbone.norm(h))
     return torch.stack(rows)
+
+
+def packed_visibility(batch: PackedBatch, window: int | None) -> Tensor:
+    """Which of the keys [context; blocks] a slot of a packed batch may see: [A*G, T + A*G] bool.
+
+    From positions alone: a new sequence begins wherever the positions of the context fall back.
+    """
+    num_blocks, block = batch.previous_ids.shape
+    sequence = torch.cat([torch.zeros(1), (batch.context_positions.diff() < 0).float().cumsum(0)])
+    own = torch.block_diag(*[torch.ones(block, block)] * num_blocks).bool()
+    rows = []
+    for number, anchor in enumerate(batch.anchors.tolist()):
+        same = (
+            sequence == sequence[int(batch.context_starts[number]) if anchor == 0 else batch.context_stops[number] - 1]
+        )
+        for slot in range(block):
+            seen = same & (batch.context_positions < anchor)
+            if window is not None:
+                seen &= anchor + slot - batch.context_positions < window
+            rows.append(seen)
+    return torch.cat([torch.stack(rows), own], dim=1)
+
+
+def dense_packed_attention(
+    batch: PackedBatch,
+    window: int | None,
+    context_keys: Tensor,
+    context_values: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """What every form of packed attention must give, [A, G, H, D]: all blocks against all keys under one mask."""
+    shared = queries.shape[2] // keys.shape[2]
+    all_keys, all_values = (
+        torch.cat([context, own.flatten(0, 1)]).repeat_interleave(shared, dim=1).transpose(0, 1)
+        for context, own in ((context_keys, keys), (context_values, values))
+    )
+    mixed = F.scaled_dot_product_attention(
+        queries.flatten(0, 1).transpose(0, 1), all_keys, all_values, attn_mask=packed_visibility(batch, window)
+    )
+    return mixed.transpose(0, 1).view_as(queries)

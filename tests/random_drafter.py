@@ -8,10 +8,11 @@ from torch import Tensor
 
 from dspark.data.target_cache import CachedSample
 from dspark.drafters import build_drafter
-from dspark.drafters.base import BlockBatch
+from dspark.drafters.base import BlockBatch, PackedBatch
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
+from dspark.training.packing import AnchoredSequence, pack_blocks
 
 # What changes the shape of a drafter's attention, input or vocabulary; every property has to hold for all of them.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -81,6 +82,13 @@ def random_batch(config: DrafterConfig, anchors: list[list[int]], *, num_tokens:
         anchors=torch.tensor([row + [0] * (most - len(row)) for row in anchors]),
         anchor_mask=torch.tensor([[True] * len(row) + [False] * (most - len(row)) for row in anchors]),
     )
+
+
+def packed(batch: BlockBatch, config: DrafterConfig) -> PackedBatch:
+    """The same blocks without the padding."""
+    rows = zip(batch.input_ids, batch.target_hidden, batch.anchors, batch.anchor_mask, strict=True)
+    sequences = [AnchoredSequence(ids, hidden, anchors[mask]) for ids, hidden, anchors, mask in rows]
+    return pack_blocks(sequences, block_size=config.block_size, sliding_window=config.sliding_window)
 
 
 def random_sample(config: DrafterConfig, name: str, length: int, *, prompt: int = 4, seed: int = 0) -> CachedSample:

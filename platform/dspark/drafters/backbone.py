@@ -7,13 +7,15 @@ Source: DSpark §3.1; DFlash.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.base import BlockBatch
+from dspark.drafters.base import BlockBatch, PackedBatch
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.layers import Attend, DraftLayer, RMSNorm, RotaryEmbedding
+from dspark.drafters.packed_attention import packed_attention
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Backbone(nn.Module):
 
         As one matrix: oneDNN takes six times as long for [1, G, d] that was cut from a longer block.
         """
-        rows = h.reshape(-1, h.shape[-1])
+        rows = h.reshape(-1, h.shape[-1]).to(self.lm_head.weight.dtype)
         logits = self.lm_head(rows)[:, : self.config.draft_vocab_size]
         return logits.float().view(*h.shape[:-1], self.config.draft_vocab_size)
 
@@ -111,8 +113,10 @@ class Backbone(nn.Module):
         cos, sin = self.rotary(positions)
         return [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
 
-    def block_states(self, batch: BlockBatch) -> Tensor:
-        """Hidden states of all slots of all blocks, after the final norm: [B, A, G, d]."""
+    def block_states(self, batch: BlockBatch | PackedBatch) -> Tensor:
+        """Hidden states of all slots of all blocks, after the final norm: [B, A, G, d], or [A, G, d] when packed."""
+        if isinstance(batch, PackedBatch):
+            return self._packed_states(batch)
         features = self.dropout(self.context_features(batch.target_hidden))
         positions = torch.arange(features.shape[1], device=features.device)
         keys_values = self.context_keys_values(features, positions)
@@ -120,6 +124,18 @@ class Backbone(nn.Module):
         feature = features.gather(1, newest.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
         anchor_ids = batch.input_ids.gather(1, batch.anchors)
         return self._run(anchor_ids, batch.anchors, feature, keys_values, positions)
+
+    def _packed_states(self, batch: PackedBatch) -> Tensor:
+        features = self.dropout(self.context_features(batch.target_hidden))
+        keys_values = self.context_keys_values(features, batch.context_positions)
+        attend = packed_attention(batch, self.config.sliding_window)
+        newest = batch.context_stops - (batch.anchors > 0).long()  # the row of p - 1; nothing comes before position 0
+        return self.draft_states_flat(
+            batch.previous_ids[:, 0],
+            batch.anchors,
+            features[newest],
+            lambda layer: partial(attend, *keys_values[layer]),
+        )
 
     def extend(self, state: BackboneState, target_hidden: Tensor) -> None:
         """Append the features of the next committed positions to a request's context. target_hidden: [n, m*d]."""

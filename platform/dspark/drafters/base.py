@@ -1,7 +1,8 @@
 """The contract every drafter answers to, in training and in drafting.
 
 Legend: B sequences, L context tokens, A anchors per sequence, G block size (gamma), d hidden size,
-m captured target layers, V target vocabulary, V' draft vocabulary (V' = V when not reduced).
+m captured target layers, V target vocabulary, V' draft vocabulary (V' = V when not reduced). In a packed batch
+A counts the blocks of all sequences together and T the context tokens that any of them sees.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,31 @@ from dspark.speculation.proposal import Proposal
 
 
 @dataclass(frozen=True)
+class PackedBatch:
+    """Blocks of many sequences, packed densely: the input of a training step. Nothing is padded.
+
+    anchors: [A] int64, position p of each block in its own sequence; previous_ids: [A, G] int64, the token each slot
+    is told: the anchor, then the true tokens after it; target_hidden: [T, m*d]; context_positions: [T] int64.
+    Which context a block sees is a range of rows, [context_starts, context_stops), both [A] int64; the last row of it
+    is position p - 1, and rows of one range are neighbours in their sequence. Through a sliding window of W tokens,
+    slot j sees row t of it when context_stops + j - t < W.
+    """
+
+    anchors: Tensor
+    previous_ids: Tensor
+    target_hidden: Tensor
+    context_positions: Tensor
+    context_starts: Tensor
+    context_stops: Tensor
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """The same batch on another device."""
+        return PackedBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+@dataclass(frozen=True)
 class BlockBatch:
-    """Sequences with sampled anchors: the input of a training step.
+    """The same as padded rows, one per sequence: the plain form of it, for a few sequences at hand.
 
     input_ids: [B, L] int64; target_hidden: [B, L, m*d]; anchors: [B, A] int64 positions p, ascending;
     anchor_mask: [B, A] bool, false for padding anchors (p = 0).
@@ -42,8 +66,8 @@ class BlockOutput:
 class SlotRows:
     """What the heads of a drafter are given for N slots, before the vocabulary comes in.
 
-    h: [N, d] float32; embedded: [N, r], W_1 of the true token before, or None without a Markov head;
-    confidence_logits: as in BlockOutput.
+    h: [N, d] as the backbone gives it, in bf16 under autocast; embedded: [N, r], W_1 of the true token before, or None
+    without a Markov head; confidence_logits: as in BlockOutput.
     """
 
     h: Tensor
@@ -63,8 +87,11 @@ class Drafter(Protocol):
     block_size: int
     target_layer_ids: tuple[int, ...]
 
-    def forward(self, batch: BlockBatch, slots: Tensor) -> BlockOutput:
-        """Teacher-forced logits and confidences of the chosen slots, in row-major order. slots: [B, A, G] bool."""
+    def forward(self, batch: BlockBatch | PackedBatch, slots: Tensor) -> BlockOutput:
+        """Teacher-forced logits and confidences of the chosen slots, in row-major order.
+
+        slots: bool, [B, A, G], or [A, G] of a packed batch.
+        """
         ...
 
     def new_state(self) -> DraftState:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import Backbone, BackboneState
-from dspark.drafters.base import BlockBatch, BlockOutput, SlotRows
+from dspark.drafters.base import BlockBatch, BlockOutput, PackedBatch, SlotRows
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.drafting import check_length, draw, on_target_ids
 from dspark.speculation.proposal import Proposal
@@ -20,14 +20,13 @@ class DFlashDrafter(nn.Module):
         self.target_layer_ids = config.target_layer_ids
         self.backbone = Backbone(config)
 
-    def forward(self, batch: BlockBatch, slots: Tensor) -> BlockOutput:
+    def forward(self, batch: BlockBatch | PackedBatch, slots: Tensor) -> BlockOutput:
         """Logits of the chosen slots."""
         return BlockOutput(self.backbone.base_logits(self.slot_rows(batch, slots).h), None)
 
-    def slot_rows(self, batch: BlockBatch, slots: Tensor) -> SlotRows:
+    def slot_rows(self, batch: BlockBatch | PackedBatch, slots: Tensor) -> SlotRows:
         """What the head is given for the chosen slots."""
-        h = self.backbone.block_states(batch)[slots]
-        return SlotRows(h.to(self.backbone.lm_head.weight.dtype), None, None)
+        return SlotRows(self.backbone.block_states(batch)[slots], None, None)
 
     def bias_weight(self) -> None:
         """No Markov head."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import Backbone, BackboneState
-from dspark.drafters.base import BlockBatch, BlockOutput, SlotRows
+from dspark.drafters.base import BlockBatch, BlockOutput, PackedBatch, SlotRows
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.drafting import check_length, draw, on_target_ids
 from dspark.drafters.heads import ConfidenceHead, VanillaMarkovHead
@@ -35,18 +35,17 @@ class DSparkDrafter(nn.Module):
             else None
         )
 
-    def forward(self, batch: BlockBatch, slots: Tensor) -> BlockOutput:
+    def forward(self, batch: BlockBatch | PackedBatch, slots: Tensor) -> BlockOutput:
         """Teacher-forced logits and confidences of the chosen slots: slot k is told the true token before it."""
         rows = self.slot_rows(batch, slots)
         return BlockOutput(self._logits(rows.h, rows.embedded), rows.confidence_logits)
 
-    def slot_rows(self, batch: BlockBatch, slots: Tensor) -> SlotRows:
+    def slot_rows(self, batch: BlockBatch | PackedBatch, slots: Tensor) -> SlotRows:
         """What the heads are given for the chosen slots; computed as `forward` does, without the logits."""
         h = self.backbone.block_states(batch)[slots]
         embedded = self.embed_previous(previous_ids(batch, self.block_size)[slots])
         with torch.autocast(h.device.type, enabled=False):
-            h = h.to(self.backbone.lm_head.weight.dtype)
-            return SlotRows(h, embedded, self._confidence(h, embedded))
+            return SlotRows(h, embedded, self._confidence(h.to(self.backbone.lm_head.weight.dtype), embedded))
 
     def bias_weight(self) -> Tensor | None:
         """W_2: [V', r], or None without a Markov head."""
@@ -110,8 +109,10 @@ class DSparkDrafter(nn.Module):
         return None if self.confidence_head is None else self.confidence_head(h, embedded)
 
 
-def previous_ids(batch: BlockBatch, block_size: int) -> Tensor:
-    """x_{k-1} of every slot, target ids: [B, A, G]; the anchor for slot 0, then the true tokens."""
+def previous_ids(batch: BlockBatch | PackedBatch, block_size: int) -> Tensor:
+    """x_{k-1} of every slot, target ids: [B, A, G] or [A, G]; the anchor for slot 0, then the true tokens."""
+    if isinstance(batch, PackedBatch):
+        return batch.previous_ids
     slots = batch.anchors.unsqueeze(-1) + torch.arange(block_size, device=batch.anchors.device)
     slots = slots.clamp_max(batch.input_ids.shape[1] - 1)
     return batch.input_ids.gather(1, slots.flatten(1)).view_as(slots)

@@ -175,9 +175,9 @@ class DraftLayer(nn.Module):
         return h + self.dropout(self.mlp(self.post_attention_layernorm(h)))
 
     def forward_flat(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """The same layer in drafting, where the context lies in paged memory: [R, G, d], as h."""
+        """The same layer for R blocks in a row, whose context lies in paged memory or is packed: [R, G, d], as h."""
         attention = self.self_attn
         u = self.input_layernorm(h)
         mixed = attend(attention.queries(u, cos, sin), *attention.keys_values(u, cos, sin))
-        h = h + attention.o_proj(mixed.flatten(2))
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h = h + self.dropout(attention.o_proj(mixed.flatten(2)))
+        return h + self.dropout(self.mlp(self.post_attention_layernorm(h)))

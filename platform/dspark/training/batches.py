@@ -1,19 +1,20 @@
 """Which samples make up a training step, on how many ranks it may run, and the tensors of a micro-batch.
 
-Legend: B sequences, L tokens of the longest, A anchors per sequence, G block size, m captured layers, d hidden.
+Legend: A blocks of all sequences, G block size, N supervised slots, P positions they share, d hidden.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dspark.data.target_cache import CachedSample
 from dspark.drafters.anchors import block_targets, sample_anchors, slot_weights
-from dspark.drafters.base import BlockBatch
+from dspark.drafters.base import PackedBatch
+from dspark.training.packing import AnchoredSequence, pack_blocks
 
 
 @dataclass(frozen=True)
@@ -55,25 +56,27 @@ def deal(lengths: Sequence[int], per_micro_batch: int, world_size: int) -> list[
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Blocks of some sequences and what their supervised slots are taught; N supervised slots.
+    """Blocks of some sequences and what their supervised slots are taught.
 
-    slots: [B, A, G] bool; weights, ce_weights: [N] float32 (ce_weights is zero where
-    the label is outside the draft vocabulary); labels: [N] draft ids; last_hidden: [N, d]; log_z: [N];
-    num_tokens: context tokens, padding left out.
+    slots: [A, G] bool; weights, ce_weights: [N] float32 (ce_weights is zero where the label is outside the draft
+    vocabulary); labels: [N] draft ids; last_hidden: [P, d], log_z: [P]: the target's at every position that some slot
+    is taught by, once however many blocks overlap there; target_rows: [N], each slot's row among them;
+    num_tokens: context tokens, those left out of the packing included.
     """
 
-    blocks: BlockBatch
+    blocks: PackedBatch
     slots: Tensor
     weights: Tensor
     ce_weights: Tensor
     labels: Tensor
     last_hidden: Tensor
     log_z: Tensor
+    target_rows: Tensor
     num_tokens: int
 
     @property
     def num_blocks(self) -> int:
-        return int(self.blocks.anchor_mask.sum())
+        return self.slots.shape[0]
 
 
 def make_micro_batch(
@@ -85,50 +88,61 @@ def make_micro_batch(
     target_to_draft: Tensor,
     seed: int,
     device: torch.device,
+    sliding_window: int | None = None,
 ) -> MicroBatch | None:
     """Tensors of some samples (each with its epoch); None when they hold no anchor at all.
 
-    target_to_draft: [V] draft id of every target id, -1 outside the draft vocabulary.
+    target_to_draft: [V] draft id of every target id, -1 outside the draft vocabulary. sliding_window: the drafter's.
     """
-    anchors = [
-        sample_anchors(sample.loss_mask, num_anchors, seed=seed, epoch=epoch, sample_id=sample.id)
-        for sample, epoch in samples
-    ]
-    if not samples or sum(a.numel() for a in anchors) == 0:
+    anchored = []
+    for sample, epoch in samples:
+        anchors = sample_anchors(sample.loss_mask, num_anchors, seed=seed, epoch=epoch, sample_id=sample.id)
+        if anchors.numel():
+            anchored.append((sample, anchors))
+    if not anchored:
         return None
-    padded_anchors = pad_sequence(anchors, batch_first=True)
-    anchor_mask = pad_sequence([torch.ones_like(a, dtype=torch.bool) for a in anchors], batch_first=True)
-    input_ids = pad_sequence([sample.input_ids for sample, _ in samples], batch_first=True)
-    loss_mask = pad_sequence([sample.loss_mask for sample, _ in samples], batch_first=True)
-    hidden = pad_sequence([sample.hidden for sample, _ in samples], batch_first=True)
-    targets = block_targets(input_ids, loss_mask, padded_anchors, anchor_mask, block_size)
-    weights = slot_weights(targets.supervised, position_decay)[targets.supervised]
-    labels = target_to_draft[targets.labels[targets.supervised]]
-    last_hidden, log_z = _target_rows(samples, targets.positions, targets.supervised)
-    blocks = (input_ids, hidden, padded_anchors, anchor_mask)
+    blocks = pack_blocks(
+        [AnchoredSequence(sample.input_ids, sample.hidden, anchors) for sample, anchors in anchored],
+        block_size=block_size,
+        sliding_window=sliding_window,
+    )
+    taught = [_what_is_taught(sample, anchors, block_size) for sample, anchors in anchored]
+    slots = torch.cat([one.slots for one in taught])
+    weights = slot_weights(slots, position_decay)[slots]
+    labels = target_to_draft[torch.cat([one.labels for one in taught])]
+    first_rows = np.cumsum([0] + [one.log_z.numel() for one in taught])
+    target_rows = torch.cat([one.target_rows + int(first) for one, first in zip(taught, first_rows, strict=False)])
     return MicroBatch(
-        blocks=BlockBatch(*(tensor.to(device) for tensor in blocks)),
-        slots=targets.supervised.to(device),
+        blocks=blocks.to(device),
+        slots=slots.to(device),
         weights=weights.to(device),
         ce_weights=(weights * (labels >= 0)).to(device),
         labels=labels.to(device),
-        last_hidden=last_hidden.to(device),
-        log_z=log_z.to(device),
+        last_hidden=torch.cat([one.last_hidden for one in taught]).to(device),
+        log_z=torch.cat([one.log_z for one in taught]).to(device),
+        target_rows=target_rows.to(device),
         num_tokens=sum(sample.input_ids.numel() for sample, _ in samples),
     )
 
 
-def _target_rows(
-    samples: Sequence[tuple[CachedSample, int]], positions: Tensor, supervised: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The target's last hidden state and log Z at every supervised slot's position, in row-major order."""
-    hidden_rows, log_z_rows = [], []
-    for row, (sample, _) in enumerate(samples):
-        stored = sample.loss_mask.long().cumsum(0) - 1  # token position -> row among the supervised ones
-        places = stored[positions[row][supervised[row]].clamp_max(stored.numel() - 1)]
-        hidden_rows.append(sample.last_hidden[places])
-        log_z_rows.append(sample.log_z[places])
-    return torch.cat(hidden_rows), torch.cat(log_z_rows)
+class _Taught(NamedTuple):
+    """What the blocks of one sequence are taught; as in MicroBatch, labels as target ids."""
+
+    slots: Tensor
+    labels: Tensor
+    last_hidden: Tensor
+    log_z: Tensor
+    target_rows: Tensor
+
+
+def _what_is_taught(sample: CachedSample, anchors: Tensor, block_size: int) -> _Taught:
+    targets = block_targets(
+        sample.input_ids[None], sample.loss_mask[None], anchors[None], torch.ones_like(anchors[None]).bool(), block_size
+    )
+    slots = targets.supervised[0]
+    stored = sample.loss_mask.long().cumsum(0) - 1  # token position -> row among the supervised ones
+    rows, target_rows = stored[targets.positions[0][slots]].unique(return_inverse=True)
+    return _Taught(slots, targets.labels[0][slots], sample.last_hidden[rows], sample.log_z[rows], target_rows)
 
 
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:

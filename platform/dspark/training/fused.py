@@ -1,12 +1,15 @@
 """The head and the losses over it in one pass per chunk of slots, with closed-form gradients.
 
-Legend: N supervised slots, V' draft vocabulary, d hidden size, r Markov rank; z draft logits, q = softmax(z),
-p the target's probabilities on V', y label.
+Legend: N supervised slots, P positions of the target they are taught by, V' draft vocabulary, d hidden size, r Markov
+rank; z draft logits, q = softmax(z), p the target's probabilities on V', y label; of a chunk: n slots, u positions.
     dCE/dz = q - 1_y        dTV/dz_v = q_v (s_v - sum_u q_u s_u),  s = sign(q - p)
-The slow twin is `losses.slot_losses` under autograd. Nothing of size [N, V'] outlives a chunk.
+The slow twin is `losses.slot_losses` under autograd. Nothing of size [N, V'] or [P, V'] outlives a chunk. The
+confidence term needs only the TV of each slot, N numbers, and is left to autograd.
 Source: ALGORITHMS §3.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +18,21 @@ from torch import Tensor
 
 from dspark.training.losses import OUTSIDE
 
-CHUNK_ROWS = 128  # a chunk's [rows, V'] tensors stay in the processor's cache for V' of some thousands
+CHUNK_ROWS = 256  # fewer slow the products down; more cost memory, [rows, V'] a few times over, and gain nothing
 
 
 @dataclass(frozen=True)
 class HeadTargets:
     """What N slots are taught, and how much each counts.
 
-    last_hidden: [N, d]; log_z: [N]; labels: [N] draft ids or OUTSIDE; ce_scale, tv_scale: [N] float32, the factor
-    of the slot's term in the loss (term factor * weight / sum of weights).
+    last_hidden: [P, d] bf16 or as the head; log_z: [P]; rows: [N], each slot's row of these two, best in nearly
+    ascending order (a chunk works out all rows between its lowest and its highest); labels: [N] draft ids or OUTSIDE;
+    ce_scale, tv_scale: [N] float32, the factor of the slot's term in the loss (term factor * weight / sum of weights).
     """
 
     last_hidden: Tensor
     log_z: Tensor
+    rows: Tensor
     labels: Tensor
     ce_scale: Tensor
     tv_scale: Tensor
@@ -39,7 +44,8 @@ def head_loss(
     """(loss, ce, tv): sum over slots of ce_scale CE + tv_scale TV, and the terms themselves, [N] float32 each.
 
     h: [N, d]; embedded: [N, r] or None; head_weight: [V', d], frozen; bias_weight: [V', r] or None.
-    Only `loss` carries gradients, to h, embedded and bias_weight.
+    Only `loss` carries gradients, to h, embedded and bias_weight. Logits and losses have the head's precision whatever
+    h has; when h is bf16, so is its gradient, and the product that gives it runs in bf16.
     """
     if bias_weight is not None and not torch.is_grad_enabled():
         bias_weight = bias_weight.detach()  # else its gradient would be worked out, and thrown away, in validation
@@ -57,22 +63,31 @@ class _HeadLoss(torch.autograd.Function):
         targets: HeadTargets,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_gradient = any(ctx.needs_input_grad)
-        ce, tv = torch.empty_like(targets.log_z), torch.empty_like(targets.log_z)
+        ce, tv = torch.empty_like(targets.ce_scale), torch.empty_like(targets.ce_scale)
         h_grad = torch.empty_like(h) if needs_gradient else None
         embedded_grad = None if embedded is None else torch.empty_like(embedded)
         bias_grad = None if bias_weight is None else torch.zeros_like(bias_weight)
-        for start in range(0, h.shape[0], CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
-            logits = h[rows] @ head_weight.T
+        narrow_weight = head_weight.to(h.dtype)
+        terms = _chunk_terms_on(h.device.type)
+        for chunk, used in _chunks(targets.rows):
+            logits = _wide_product(h[chunk], head_weight, narrow_weight)
             if embedded is not None and bias_weight is not None:
-                logits.addmm_(embedded[rows], bias_weight.T)
-            slope = _chunk(logits, head_weight, targets, rows, ce, tv)
+                logits.addmm_(embedded[chunk], bias_weight.T)
+            slope, ce[chunk], tv[chunk] = terms(
+                logits,
+                _wide_product(targets.last_hidden[used], head_weight, narrow_weight),
+                targets.log_z[used],
+                targets.rows[chunk] - used.start,
+                targets.labels[chunk],
+                targets.ce_scale[chunk],
+                targets.tv_scale[chunk],
+            )
             if h_grad is None:
                 continue
-            torch.mm(slope, head_weight, out=h_grad[rows])
+            torch.mm(slope.to(h.dtype), narrow_weight, out=h_grad[chunk])
             if embedded is not None and bias_weight is not None:
-                torch.mm(slope, bias_weight, out=embedded_grad[rows])  # type: ignore[index]
-                bias_grad.addmm_(slope.T, embedded[rows])  # type: ignore[union-attr]
+                torch.mm(slope, bias_weight, out=embedded_grad[chunk])  # type: ignore[index]
+                bias_grad.addmm_(slope.T, embedded[chunk])  # type: ignore[union-attr]
         ctx.gradients = (h_grad, embedded_grad, bias_grad)
         ctx.mark_non_differentiable(ce, tv)
         return (ce * targets.ce_scale).sum() + (tv * targets.tv_scale).sum(), ce, tv
@@ -83,25 +98,56 @@ class _HeadLoss(torch.autograd.Function):
         return (*scaled, None, None)
 
 
-def _chunk(logits: Tensor, head_weight: Tensor, targets: HeadTargets, rows: slice, ce: Tensor, tv: Tensor) -> Tensor:
-    """Writes the terms of a chunk; returns the loss's slope in the logits: [rows, V']."""
-    target = targets.last_hidden[rows] @ head_weight.T
-    target.sub_(targets.log_z[rows].unsqueeze(1)).exp_()
+def chunk_terms(
+    logits: Tensor, target: Tensor, log_z: Tensor, rows: Tensor, labels: Tensor, ce_scale: Tensor, tv_scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(slope, ce, tv) of a chunk: the loss's slope in the logits [n, V'], and the terms, [n] each.
+
+    logits: [n, V'] and target (logits): [u, V'], both overwritten; log_z: [u]; rows: [n], each slot's row of target.
+    """
+    target = target.sub_(log_z.unsqueeze(1)).exp_()
     outside_mass = (1.0 - target.sum(dim=1)).clamp_min_(0.0)
-    labels = targets.labels[rows]
-    inside = (labels != OUTSIDE).unsqueeze(1)
+    inside = labels != OUTSIDE
     places = labels.clamp_min(0).unsqueeze(1)
 
-    log_draft = torch.log_softmax(logits, dim=1)
-    ce[rows] = -(log_draft.gather(1, places) * inside).squeeze(1)
-    draft = log_draft.exp_()
-    difference = target.neg_().add_(draft)
+    highest, at = logits.max(dim=1, keepdim=True)
+    label_logit = logits.gather(1, places)
+    draft = torch.softmax(logits, dim=1)
+    # log sum exp z = z_v - log q_v for any v; the most probable one has a logarithm that is never infinite
+    ce = (highest - draft.gather(1, at).log() - label_logit).squeeze(1) * inside
+    difference = torch.sub(draft, target.index_select(0, rows))
     signs = difference.sign()
-    tv[rows] = difference.abs_().sum(dim=1).add_(outside_mass)
+    tv = difference.abs_().sum(dim=1).add_(outside_mass[rows])
 
     # slope = ce_scale (q - 1_y) + tv_scale q (s - q.s), with one factor of q taken out of both
-    ce_scale = (targets.ce_scale[rows].unsqueeze(1) * inside).to(draft.dtype)
-    tv_scale = targets.tv_scale[rows].unsqueeze(1)
+    ce_scale, tv_scale = (ce_scale * inside).unsqueeze(1), tv_scale.unsqueeze(1)
     mean_sign = torch.linalg.vecdot(draft, signs).unsqueeze(1)
     slope = signs.sub_(mean_sign).mul_(tv_scale).add_(ce_scale).mul_(draft)
-    return slope.scatter_add_(1, places, -ce_scale)
+    return slope.scatter_add_(1, places, -ce_scale), ce, tv
+
+
+def _chunks(rows: Tensor) -> list[tuple[slice, slice]]:
+    """Slots of each chunk, and the target's positions between the lowest and the highest that they need."""
+    pieces = rows.split(CHUNK_ROWS)
+    if not rows.numel():
+        return []
+    # One wait for the device per micro-batch, not one per chunk.
+    bounds = torch.stack([torch.stack(piece.aminmax()) for piece in pieces]).tolist()
+    starts = range(0, rows.numel(), CHUNK_ROWS)
+    return [
+        (slice(start, start + CHUNK_ROWS), slice(low, high + 1))
+        for start, (low, high) in zip(starts, bounds, strict=True)
+    ]
+
+
+def _wide_product(states: Tensor, head_weight: Tensor, narrow_weight: Tensor) -> Tensor:
+    """Logits [n, V'] in the head's precision. On a GPU bf16 factors are multiplied as such and summed in float32."""
+    if states.is_cuda and states.dtype == narrow_weight.dtype == torch.bfloat16:
+        return torch.mm(states, narrow_weight.T, out_dtype=torch.float32)
+    return states.to(head_weight.dtype) @ head_weight.T
+
+
+@functools.cache
+def _chunk_terms_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Compiled on a GPU, where each pass over [n, V'] counts; a CPU would need a compiler installed for it."""
+    return torch.compile(chunk_terms, dynamic=True, fullgraph=True) if device_type == "cuda" else chunk_terms

@@ -148,6 +148,7 @@ class TrainLoop:
                 target_to_draft=self.target_to_draft,
                 seed=seed,
                 device=self.device,
+                sliding_window=self.drafter.config.sliding_window,
             )
             for places in deal(lengths, config.sequences_per_micro_batch, self.world)[self.rank]
         ]

@@ -78,8 +78,9 @@ def micro_batch_loss(
     weight, ce_weight = totals.clamp_min(1e-12).tolist()
     rows = model(micro.blocks, micro.slots)
     targets = HeadTargets(
-        last_hidden=micro.last_hidden.to(rows.h.dtype),
+        last_hidden=micro.last_hidden,
         log_z=micro.log_z,
+        rows=micro.target_rows,
         labels=micro.labels,
         ce_scale=micro.ce_weights * (factors.ce / ce_weight),
         tv_scale=micro.weights * (factors.tv / weight),
@@ -113,5 +114,5 @@ def step_totals(losses: SlotLosses, micro: MicroBatch, block_size: int) -> StepT
         (micro.labels < 0).sum(),
         torch.tensor(float(micro.num_tokens)),
     ]
-    by_position = [acceptance.sum(dim=(0, 1)), micro.slots.sum(dim=(0, 1)).double().cpu()]
+    by_position = [per_slot.flatten(0, -2).sum(dim=0) for per_slot in (acceptance, micro.slots.double().cpu())]
     return StepTotals(torch.cat([torch.stack([s.double().cpu() for s in sums]), *by_position]), block_size)

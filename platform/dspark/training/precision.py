@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.base import BlockBatch, SlotRows
+from dspark.drafters.base import BlockBatch, PackedBatch, SlotRows
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
 
@@ -16,7 +16,7 @@ class Autocast(nn.Module):
         self.drafter = drafter
         self.enabled = enabled
 
-    def forward(self, batch: BlockBatch, slots: Tensor) -> SlotRows:
-        """`slot_rows` of the drafter, in float32."""
+    def forward(self, batch: BlockBatch | PackedBatch, slots: Tensor) -> SlotRows:
+        """`slot_rows` of the drafter: the states in bf16 when enabled, all else in float32."""
         with torch.autocast(slots.device.type, torch.bfloat16, enabled=self.enabled):
             return self.drafter.slot_rows(batch, slots)

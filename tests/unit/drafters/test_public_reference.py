@@ -19,6 +19,7 @@ from dspark.training.batches import MicroBatch
 from dspark.training.losses import LossWeights, SlotLosses, slot_losses
 from dspark.training.objective import micro_batch_loss, step_totals, weight_sums
 from dspark.training.precision import Autocast
+from random_drafter import packed
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "deepspec"
 LOGIT_TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
@@ -49,13 +50,14 @@ class Case:
         positions = self.targets.positions[self.targets.supervised]
         weights = slot_weights(self.targets.supervised, self.figures["position_decay"])[self.targets.supervised]
         micro = MicroBatch(
-            blocks=self.batch,
-            slots=self.targets.supervised,
+            blocks=packed(self.batch, self.drafter.config),
+            slots=self.targets.supervised[0],
             weights=weights,
             ce_weights=weights,
             labels=self.targets.labels[self.targets.supervised],
             last_hidden=self.arrays["target_last_hidden_states"][0, positions],
             log_z=torch.logsumexp(self.arrays["target_logits"][self.supervised], dim=-1),
+            target_rows=torch.arange(len(positions)),
             num_tokens=self.batch.input_ids.numel(),
         )
         model = Autocast(self.drafter, enabled=False)

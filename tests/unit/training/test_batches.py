@@ -79,11 +79,9 @@ def test_a_micro_batch_holds_samples_of_similar_length():
 def test_anchors_do_not_depend_on_the_grouping():
     together = micro_of(SAMPLES)
     assert together is not None
-    for row, sample in enumerate(SAMPLES):
-        alone = micro_of([sample])
-        assert alone is not None
-        mask = together.blocks.anchor_mask[row]
-        assert together.blocks.anchors[row][mask].tolist() == alone.blocks.anchors[0].tolist()
+    alone = [micro_of([sample]) for sample in SAMPLES]
+    assert together.blocks.anchors.tolist() == [p for micro in alone if micro for p in micro.blocks.anchors.tolist()]
+    assert together.num_blocks == 6 * len(SAMPLES)
 
 
 def test_another_epoch_has_other_anchors():
@@ -96,15 +94,24 @@ def test_another_epoch_has_other_anchors():
 def test_every_slot_has_the_targets_state_at_its_position():
     micro = micro_of(SAMPLES)
     assert micro is not None
-    rows, blocks, slots = torch.nonzero(micro.slots, as_tuple=True)
-    for n, (row, block, slot) in enumerate(zip(rows.tolist(), blocks.tolist(), slots.tolist(), strict=True)):
-        sample = SAMPLES[row]
-        position = int(micro.blocks.anchors[row, block]) + slot
+    blocks, slots = torch.nonzero(micro.slots, as_tuple=True)
+    for n, (block, slot) in enumerate(zip(blocks.tolist(), slots.tolist(), strict=True)):
+        sample = SAMPLES[block // 6]
+        position = int(micro.blocks.anchors[block]) + slot
         stored = int(sample.loss_mask[:position].sum())  # supervised tokens before it
-        assert torch.equal(micro.last_hidden[n], sample.last_hidden[stored])
-        assert micro.log_z[n] == sample.log_z[stored]
+        assert torch.equal(micro.last_hidden[micro.target_rows[n]], sample.last_hidden[stored])
+        assert micro.log_z[micro.target_rows[n]] == sample.log_z[stored]
         assert micro.labels[n] == sample.input_ids[position + 1]
         torch.testing.assert_close(micro.weights[n], torch.exp(torch.tensor(-slot / 4.0)))
+
+
+def test_a_position_shared_by_several_blocks_is_held_once():
+    micro = micro_of(SAMPLES)
+    assert micro is not None
+    starts = 100 * torch.arange(len(SAMPLES)).repeat_interleave(6)
+    positions = (starts + micro.blocks.anchors).unsqueeze(1) + torch.arange(4)
+    assert len(micro.last_hidden) == len(positions[micro.slots].unique()) < len(micro.labels)
+    assert torch.equal(micro.target_rows.unique(), torch.arange(len(micro.last_hidden)))
 
 
 def test_labels_are_draft_ids_and_outside_ones_weigh_nothing_in_ce():
@@ -123,10 +130,10 @@ def test_an_answer_of_one_token_more_than_needed_gives_one_anchor():
     assert micro is not None
     assert (
         micro.blocks.anchors.tolist()
-        == [[6]]
-        == [sample_anchors(sample.loss_mask, 6, seed=7, epoch=0, sample_id="a").tolist()]
+        == [6]
+        == sample_anchors(sample.loss_mask, 6, seed=7, epoch=0, sample_id="a").tolist()
     )
-    assert micro.slots[0, 0].tolist() == [True, False, False, False]
+    assert micro.slots[0].tolist() == [True, False, False, False]
 
 
 def test_nothing_to_learn_from_is_no_micro_batch():
@@ -140,6 +147,7 @@ def test_a_sample_without_loss_leaves_the_others_as_they_are():
     assert alone is not None
     assert torch.equal(mixed.labels, alone.labels)
     assert torch.equal(mixed.last_hidden, alone.last_hidden)
+    assert torch.equal(mixed.blocks.target_hidden, alone.blocks.target_hidden)
     assert mixed.num_blocks == alone.num_blocks == 6
 
 

@@ -82,7 +82,7 @@ def hand_made() -> tuple[SlotLosses, MicroBatch]:
     """Two blocks of three slots; the second block has one slot, with a label outside."""
     drafter = random_drafter(block_size=3)
     micro = micro_of(drafter, [random_sample(drafter.config, "a", 9, prompt=5)], num_anchors=2)
-    slots = torch.tensor([[[True, True, False], [True, False, False]]])
+    slots = torch.tensor([[True, True, False], [True, False, False]])
     changes = {
         "slots": slots,
         "weights": torch.tensor([1.0, 0.5, 1.0]),
