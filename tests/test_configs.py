@@ -13,10 +13,12 @@ FILES = sorted(path for folder in ("configs", "deployments") for path in (ROOT /
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if path.stem != "runner")
 
 CONFIG_OF = {
+    "adopt": "dspark.drafters.released:AdoptConfig",
     "generate": "dspark.data.answers:GenerateConfig",
     "cache": "dspark.data.capture:CacheConfig",
     "train": "dspark.training.config:TrainConfig",
     "evaluate": "dspark.evaluation.config:EvaluateConfig",
+    "export": "dspark.drafters.export:ExportConfig",
     "ask": "dspark.evaluation.questions:AskConfig",
     "benchmark": "dspark.evaluation.load:BenchmarkConfig",
     "calibrate": "dspark.evaluation.config:CalibrateConfig",

@@ -32,7 +32,8 @@ from dspark.targets import (
 )
 
 NGRAM = "ngram"
-DRAFTER_FILES = ("config.json", "model.safetensors", "provenance.json")
+PROVENANCE = "provenance.json"
+DRAFTER_FILES = ("config.json", "model.safetensors", PROVENANCE)
 CALIBRATION, COST_CURVE = "calibration.json", "cost_curve.json"
 LENGTH_WITHOUT_CURVE = 3
 
@@ -141,8 +142,11 @@ def drafter_target(folder: str) -> TargetConfig:
 def _provenance(folder: str) -> dict[str, Any]:
     for name in DRAFTER_FILES:
         if not (Path(folder) / name).is_file():
-            raise MissingInput(f"no complete drafter at {folder} ({name} is missing); make one with jobs/train.py")
-    content: dict[str, Any] = read_json(Path(folder) / "provenance.json")
+            adopt = "take it over with jobs/adopt.py, or " if name == PROVENANCE else ""
+            raise MissingInput(
+                f"no complete drafter at {folder} ({name} is missing); {adopt}make one with jobs/train.py"
+            )
+    content: dict[str, Any] = read_json(Path(folder) / PROVENANCE)
     return content
 
 

@@ -24,7 +24,9 @@ class TrainConfig(Config):
     """The train stage.
 
     cache: folder made by jobs/cache.py. output: becomes the drafter's folder. initialize_from: a drafter to go on
-    from (its vocabulary mapping is kept); None starts from the target. sequences_per_step: the global batch,
+    from, a folder or a hub id such as deepseek-ai/dspark_qwen3_4b_block7 at initialize_revision (its shape and its
+    vocabulary mapping are kept: what `drafter` says must agree, {} says nothing); None starts from the target.
+    sequences_per_step: the global batch,
     whatever the number of workers. loss_phases: the TV gradient vanishes while the drafter is far from the target,
     so a first phase heavy on CE saves steps. position_decay: w_j = exp(-j / it). precision: of the backbone's
     products; weights, optimiser, logits and losses are float32 always. max_skipped: micro-batches with a non-finite
@@ -35,6 +37,7 @@ class TrainConfig(Config):
     output: str
     drafter: DrafterShape
     initialize_from: str | None = None
+    initialize_revision: str | None = None
     anchors_per_sequence: int = pydantic.Field(default=512, gt=0)
     sequences_per_step: int = pydantic.Field(default=512, gt=0)
     sequences_per_micro_batch: int = pydantic.Field(default=1, gt=0)
@@ -65,6 +68,10 @@ class TrainConfig(Config):
         ends = [phase.until for phase in self.loss_phases]
         if not ends or ends != sorted(ends) or ends[-1] != 1.0:
             raise ValueError(f"loss_phases must ascend in `until` and end at 1.0, got {ends}")
+        if self.initialize_revision is not None and self.initialize_from is None:
+            raise ValueError(
+                f"initialize_revision {self.initialize_revision!r} has no effect without initialize_from; leave it out"
+            )
         return self
 
     def loss_weights(self, step: int) -> LossWeights:

@@ -15,6 +15,7 @@ from dspark.config import build_config
 from dspark.data.target_cache import TargetCache
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.initialize import drafter_config, new_drafter
+from dspark.drafters.released import find_drafter, take_drafter
 from dspark.errors import DsparkError
 from dspark.provenance import git_revision, read_json, require_same, write_json
 from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
@@ -24,8 +25,22 @@ from dspark.training.loop import FINAL, train_worker
 log = logging.getLogger("dspark.train")
 
 REQUEST, RESULT, INITIAL, CHECKPOINTS = "request.json", "result.json", "initial", "checkpoints"
+SOURCE = "source.json"  # in INITIAL: the drafter that training goes on from
 # glibc gives freed tensors back to the system and faults them in again: a tenth of a step's time on a CPU.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
+# What a config may say of a drafter that training goes on from, and the field of its own that must agree.
+KEPT_SHAPE = {
+    "architecture": "architecture",
+    "num_layers": "num_hidden_layers",
+    "block_size": "block_size",
+    "draft_vocab_size": "draft_vocab_size",
+    "learned_mask_embedding": "learned_mask_embedding",
+    "sliding_window": "sliding_window",
+    "anchor_fusion": "anchor_fusion",
+    "markov_rank": "markov_rank",
+    "confidence_head": "enable_confidence_head",
+    "dropout": "dropout",
+}
 # What may change between a run and its continuation without changing the result.
 FREE_TO_CHANGE = {"tracking", "log_every", "max_worker_failures", "threads_per_worker", "keep_checkpoints"}
 
@@ -108,7 +123,8 @@ def publish(config: TrainConfig, final: Path, figures: dict[str, Any]) -> dict[s
             "answers_fingerprint": cache.request["answers_fingerprint"],
             "git_revision": git_revision(),
             "training": config.model_dump(mode="json"),
-        },
+        }
+        | ({"initialized_from": read_json(source)} if (source := output / INITIAL / SOURCE).is_file() else {}),
     )
     for name in ("model.safetensors", "config.json"):
         temporary = output / f".tmp-{name}"
@@ -129,7 +145,7 @@ def count_parameters(folder: Path) -> dict[str, int]:
 
 def _write_initial(config: TrainConfig, cache: TargetCache, folder: Path) -> None:
     if config.initialize_from is not None:
-        save_drafter(load_drafter(config.initialize_from), folder, dtype=torch.float32)
+        _go_on_from(config, cache, folder)
         return
     target_config = build_config(TargetConfig, cache.manifest["target_config"])
     require_same(
@@ -158,6 +174,32 @@ def _write_initial(config: TrainConfig, cache: TargetCache, folder: Path) -> Non
         seed=config.seed,
     )
     save_drafter(drafter, folder, dtype=torch.float32)
+
+
+def _go_on_from(config: TrainConfig, cache: TargetCache, folder: Path) -> None:
+    """Write the drafter of `initialize_from` as the initial one. Raises: Mismatch where it does not fit the cache."""
+    source = find_drafter(str(config.initialize_from), config.initialize_revision)
+    target_config = build_config(TargetConfig, cache.manifest["target_config"])
+    shape = take_drafter(source, target_config, cache.request["target"], folder)
+    require_same(
+        f"drafter {source.name} and cache {config.cache}",
+        {"target_layer_ids": list(cache.request["target_layer_ids"])},
+        {"target_layer_ids": list(shape.target_layer_ids)},
+        remedy="make the cache again with the drafter's target_layer_ids",
+    )
+    given = config.drafter.model_dump(include=config.drafter.model_fields_set & KEPT_SHAPE.keys())
+    found = {name: getattr(shape, KEPT_SHAPE[name]) for name in given}
+    if given.get("draft_vocab_size", 0) is None:
+        given["draft_vocab_size"] = shape.valid_vocab_size
+    require_same(
+        f"drafter {source.name} and the config's drafter", given, found, remedy="leave it out: its shape is kept"
+    )
+    write_json(folder / SOURCE, source.to_dict())
+    log.warning(
+        "training goes on from %s; confidences change with it, so calibrations of that drafter do not hold for the new "
+        "one: run jobs/calibrate.py afterwards",
+        source.name,
+    )
 
 
 def most_frequent_tokens(cache: TargetCache, indices: list[int], count: int, vocabulary: int) -> Tensor:

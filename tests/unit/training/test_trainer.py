@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 from dspark.config import build_config
 from dspark.data.target_cache import TargetCache
 from dspark.drafters.checkpoint import load_drafter, save_drafter
-from dspark.errors import DsparkError, Mismatch
+from dspark.errors import DsparkError, Mismatch, MissingInput
 from dspark.training.config import TrainConfig
 from dspark.training.trainer import most_frequent_tokens, prepare, publish
+from foreign_drafter import make_foreign_drafter
 from random_drafter import random_drafter
 from tiny_cache import LAYER_IDS, make_tiny_cache
+from tiny_drafter import make_tiny_drafter
 from tiny_target import make_tiny_target
 
 
@@ -72,13 +74,70 @@ def test_a_request_that_fails_can_be_corrected_without_starting_over(cache: Targ
     assert load_drafter(prepare(config_for(cache, tmp_path), cache, fresh=False)).block_size == 3
 
 
-def test_training_can_go_on_from_a_drafter_and_keeps_its_vocabulary(cache: TargetCache, tmp_path: Path):
-    given = random_drafter(draft_vocab_size=30)
-    save_drafter(given, tmp_path / "given", dtype=torch.float32)
-    config = config_for(cache, tmp_path / "run", initialize_from=str(tmp_path / "given"))
+def test_training_can_go_on_from_a_drafter_and_keeps_its_vocabulary(cache, tmp_path: Path, tiny_target: Path):
+    make_tiny_drafter(tmp_path / "given", tiny_target, draft_vocab_size=30)
+    given = load_drafter(tmp_path / "given")
+    config = config_for(cache, tmp_path / "run", initialize_from=str(tmp_path / "given"), drafter={})
     initial = load_drafter(prepare(config, cache, fresh=False))
     assert torch.equal(initial.backbone.d2t, given.backbone.d2t)
     assert torch.equal(initial.backbone.fc.weight, given.backbone.fc.weight)
+
+
+def test_training_can_go_on_from_a_checkpoint_of_the_public_form(cache, tmp_path, tiny_target, caplog):
+    make_foreign_drafter(tmp_path / "given", tiny_target)
+    config = config_for(cache, tmp_path / "run", initialize_from=str(tmp_path / "given"), drafter={"block_size": 4})
+    initial = prepare(config, cache, fresh=False)
+    given = load_file(str(tmp_path / "given" / "model.safetensors"))
+    written = load_file(str(initial / "model.safetensors"))
+    assert given.keys() == written.keys()
+    assert all(torch.equal(given[name], written[name]) for name in given)
+    assert "calibrations of that drafter do not hold for the new one: run jobs/calibrate.py" in caplog.text
+    publish(config, initial, {"steps": 4})
+    provenance = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert provenance["initialized_from"]["name"] == str(tmp_path / "given")
+    assert provenance["initialized_from"]["sha256"].keys() == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "message"),
+    [
+        ({"layer_ids": (0, 1)}, {}, r"target_layer_ids is \[0, 1\] but \[0, 2\] is asked for; make the cache again"),
+        ({}, {"block_size": 3}, "block_size is 4 but 3 is asked for; leave it out"),
+        ({}, {"draft_vocab_size": 40}, "draft_vocab_size is 320 but 40 is asked for"),
+        ({"draft_vocab_size": 40}, {"draft_vocab_size": None}, "draft_vocab_size is 40 but 320 is asked for"),
+        ({}, {"confidence_head": False}, "confidence_head is True but False is asked for"),
+    ],
+)
+def test_a_drafter_to_go_on_from_has_to_fit_the_cache_and_the_config(
+    cache, tmp_path, tiny_target, given, asked, message
+):
+    make_tiny_drafter(tmp_path / "given", tiny_target, **given)
+    config = config_for(cache, tmp_path / "run", initialize_from=str(tmp_path / "given"), drafter=asked)
+    with pytest.raises(Mismatch, match=message):
+        prepare(config, cache, fresh=False)
+    assert not (tmp_path / "run" / "request.json").exists()
+
+
+def test_a_drafter_of_another_target_is_not_gone_on_from(cache, tmp_path):
+    save_drafter(random_drafter(), tmp_path / "given", dtype=torch.float32)
+    config = config_for(cache, tmp_path / "run", initialize_from=str(tmp_path / "given"), drafter={})
+    with pytest.raises(
+        Mismatch, match="hidden_size is 16 but 64 is asked for; use a drafter that was trained for this"
+    ):
+        prepare(config, cache, fresh=False)
+
+
+def test_a_released_drafter_that_cannot_be_fetched_is_one_line(cache, tmp_path):
+    config = config_for(cache, tmp_path, initialize_from="deepseek-ai/dspark_qwen3_4b_block7", drafter={})
+    with pytest.raises(
+        MissingInput, match="no drafter deepseek-ai/dspark_qwen3_4b_block7: no such folder, and the hub"
+    ):
+        prepare(config, cache, fresh=False)
+
+
+def test_a_revision_without_a_drafter_to_go_on_from_is_refused(cache, tmp_path):
+    with pytest.raises(ValueError, match="initialize_revision 'main' has no effect without initialize_from"):
+        config_for(cache, tmp_path, initialize_revision="main")
 
 
 def test_the_most_frequent_answer_tokens_come_first_and_prompts_do_not_count(cache: TargetCache):
