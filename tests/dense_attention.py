@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from dspark.drafters.backbone import Backbone
 from dspark.drafters.base import BlockBatch, PackedBatch
 from dspark.drafters.layers import DraftAttention, RotaryEmbedding, rotate
+from dspark.drafters.mhc import plain_residual
 
 
 def dense_attention(
@@ -51,13 +52,18 @@ def dense_block_states(backbone: Backbone, batch: BlockBatch) -> Tensor:
     for input_ids, hidden, anchors in zip(batch.input_ids, batch.target_hidden, batch.anchors, strict=True):
         context = backbone.context_features(hidden)
         slots = anchors[:, None] + torch.arange(config.block_size)
-        seen = seen_context(slots, len(input_ids), config.sliding_window)
         h = backbone.mask_embedding.expand(*slots.shape, -1).clone()
         h[:, 0] = backbone.embed_tokens(input_ids[anchors])
-        for layer in backbone.layers:
-            h = h + dense_attention(layer.self_attn, layer.input_layernorm(h), context, slots, seen, backbone.rotary)
-            h = h + layer.mlp(layer.post_attention_layernorm(h))
-        rows.append(backbone.norm(h))
+        if config.hyper_connections is not None:
+            h = torch.stack([h] * config.hyper_connections.hc_mult, dim=-2)
+        for index, layer in enumerate(backbone.layers):
+            seen = seen_context(slots, len(input_ids), config.window_of(index))
+            u, connect = (layer.attn_hc or plain_residual)(h)
+            u = layer.input_layernorm(u)
+            h = connect(dense_attention(layer.self_attn, u, context, slots, seen, backbone.rotary))
+            u, connect = (layer.ffn_hc or plain_residual)(h)
+            h = connect(layer.mlp(layer.post_attention_layernorm(u)))
+        rows.append(backbone.norm(h if backbone.hc_head is None else backbone.hc_head(h)))
     return torch.stack(rows)
 
 

@@ -15,10 +15,22 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.training.packing import AnchoredSequence, pack_blocks
 
 # What changes the shape of a drafter's attention, input or vocabulary; every property has to hold for all of them.
+MOE = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "routed_scaling_factor": 1.5}
+HYPER = {"hc_mult": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "anchor_fusion": {"anchor_fusion": True},
     "sliding_window": {"sliding_window": 6},
+    "mixed_windows": {"sliding_window": 6, "layer_types": ("sliding_attention", "full_attention")},
+    "moe": {"moe": MOE | {"scoring_func": "softmax", "topk_method": "greedy", "aux_loss_alpha": 0.01}},
+    "hyper_connections": {"hyper_connections": HYPER},
+    "production": {
+        "moe": MOE,
+        "mlp_layer_types": ("dense", "sparse"),
+        "hyper_connections": HYPER,
+        "sliding_window": 6,
+        "anchor_fusion": True,
+    },
     "reduced_vocabulary": {"draft_vocab_size": 30},
     "padded_vocabulary": {"valid_vocab_size": 50},
     "no_markov": {"markov_rank": 0, "confidence_head_with_markov": False},
@@ -65,6 +77,9 @@ def random_drafter(*, seed: int = 0, **changes: Any) -> DSparkDrafter | DFlashDr
         for name, parameter in drafter.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1.0 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise)
+        for name, buffer in drafter.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     config = drafter.config
     if config.has_reduced_vocabulary:
         chosen = torch.randperm(config.valid_vocab_size, generator=generator)[: config.draft_vocab_size]
@@ -88,7 +103,7 @@ def packed(batch: BlockBatch, config: DrafterConfig) -> PackedBatch:
     """The same blocks without the padding."""
     rows = zip(batch.input_ids, batch.target_hidden, batch.anchors, batch.anchor_mask, strict=True)
     sequences = [AnchoredSequence(ids, hidden, anchors[mask]) for ids, hidden, anchors, mask in rows]
-    return pack_blocks(sequences, block_size=config.block_size, sliding_window=config.sliding_window)
+    return pack_blocks(sequences, block_size=config.block_size, sliding_window=config.widest_window)
 
 
 def random_sample(config: DrafterConfig, name: str, length: int, *, prompt: int = 4, seed: int = 0) -> CachedSample:

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from dspark.drafters.base import BlockBatch, PackedBatch
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.layers import Attend, DraftLayer, RMSNorm, RotaryEmbedding
+from dspark.drafters.mhc import HyperHead
+from dspark.drafters.moe import MoE, feed_forward
 from dspark.drafters.packed_attention import packed_attention
 
 
 @dataclass
 class BackboneState:
-    """Context of one request: keys and values per layer, each [1, num_tokens, K, D], and the newest feature [d].
+    """Context of one request: keys and values per layer, each [1, n, K, D], and the newest feature [d].
 
-    With a sliding window only the newest window is held; `first_position` is the position of its first entry.
+    n is num_tokens; a layer with a sliding window holds the newest window only.
     """
 
     num_tokens: int = 0
-    first_position: int = 0
     keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     newest_feature: Tensor | None = None
 
@@ -78,7 +79,10 @@ class Backbone(nn.Module):
         self.mask_embedding = nn.Parameter(torch.zeros(d), requires_grad=config.learned_mask_embedding)
         self.fc = nn.Linear(config.feature_size, d, bias=False)
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer(config, feed_forward(config, layer)) for layer in range(config.num_hidden_layers)
+        )
+        self.hc_head = HyperHead(config) if config.hyper_connections else None
         self.norm = RMSNorm(d, config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
         self.rotary = RotaryEmbedding(config)
@@ -123,18 +127,20 @@ class Backbone(nn.Module):
         newest = (batch.anchors - 1).clamp_min(0)
         feature = features.gather(1, newest.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
         anchor_ids = batch.input_ids.gather(1, batch.anchors)
-        return self._run(anchor_ids, batch.anchors, feature, keys_values, positions)
+        counted = batch.anchor_mask.unsqueeze(-1).expand(-1, -1, self.config.block_size)
+        return self._run(anchor_ids, batch.anchors, feature, keys_values, features.shape[1], counted)
 
     def _packed_states(self, batch: PackedBatch) -> Tensor:
         features = self.dropout(self.context_features(batch.target_hidden))
         keys_values = self.context_keys_values(features, batch.context_positions)
-        attend = packed_attention(batch, self.config.sliding_window)
+        windows = [self.config.window_of(layer) for layer in range(len(self.layers))]
+        attends = {window: packed_attention(batch, window) for window in dict.fromkeys(windows)}
         newest = batch.context_stops - (batch.anchors > 0).long()  # the row of p - 1; nothing comes before position 0
         return self.draft_states_flat(
             batch.previous_ids[:, 0],
             batch.anchors,
             features[newest],
-            lambda layer: partial(attend, *keys_values[layer]),
+            lambda layer: partial(attends[windows[layer]], *keys_values[layer]),
         )
 
     def extend(self, state: BackboneState, target_hidden: Tensor) -> None:
@@ -151,22 +157,22 @@ class Backbone(nn.Module):
             ]
         state.num_tokens += features.shape[1]
         state.newest_feature = features[0, -1]
-        if self.config.sliding_window is not None:
-            # Slot 0 sits at position num_tokens and sees the last window - 1 context tokens.
-            keep = self.config.sliding_window - 1
-            added = [(k[:, max(0, k.shape[1] - keep) :], v[:, max(0, v.shape[1] - keep) :]) for k, v in added]
+        for layer, (keys, values) in enumerate(added):
+            window = self.config.window_of(layer)
+            if window is not None:
+                # Slot 0 sits at position num_tokens and sees the last window - 1 context tokens.
+                first = max(0, keys.shape[1] - window + 1)
+                added[layer] = keys[:, first:], values[:, first:]
         state.keys_values = added
-        state.first_position = state.num_tokens - added[0][0].shape[1]
 
     def draft_states(self, state: BackboneState, anchor_id: int) -> Tensor:
         """Hidden states of the block whose anchor sits at position `state.num_tokens`: [G, d]."""
         assert state.newest_feature is not None, "a request's context must hold a token before it is drafted for"
         device = state.newest_feature.device
         anchors = torch.tensor([[state.num_tokens]], device=device)
-        positions = torch.arange(state.first_position, state.num_tokens, device=device)
         anchor_ids = torch.tensor([[anchor_id]], device=device)
         feature = state.newest_feature.view(1, 1, -1)
-        return self._run(anchor_ids, anchors, feature, state.keys_values, positions)[0, 0]
+        return self._run(anchor_ids, anchors, feature, state.keys_values, state.num_tokens)[0, 0]
 
     def draft_states_flat(
         self, anchor_ids: Tensor, anchors: Tensor, feature: Tensor, attend: Callable[[int], Attend]
@@ -180,13 +186,22 @@ class Backbone(nn.Module):
         cos, sin = self.rotary(anchors.unsqueeze(-1) + torch.arange(self.config.block_size, device=anchors.device))
         for index, layer in enumerate(self.layers):
             h = layer.forward_flat(h, cos, sin, attend(index))  # type: ignore[operator]
-        return self.norm(h)
+        return self._collapsed(h)
 
     def _block_inputs(self, anchor_ids: Tensor, feature: Tensor) -> Tensor:
-        """[B, A, G, d]: the anchor's embedding, then the mask slots'. anchor_ids: [B, A]; feature: [B, A, d]."""
+        """[B, A, G, d]: the anchor's embedding, then the mask slots'; with hyper-connections n times, [B, A, G, n, d].
+
+        anchor_ids: [B, A]; feature: [B, A, d].
+        """
         masks = self.mask_embedding.to(feature.dtype).expand(*anchor_ids.shape, self.config.block_size - 1, -1)
         h = torch.cat([self.embed_tokens(anchor_ids).to(feature.dtype).unsqueeze(2), masks], dim=2)
-        return h if self.anchor_fusion is None else self.anchor_fusion(h, feature)
+        h = h if self.anchor_fusion is None else self.anchor_fusion(h, feature)
+        streams = self.config.hyper_connections
+        return h if streams is None else h.unsqueeze(-2).expand(*h.shape[:-1], streams.hc_mult, -1)
+
+    def _collapsed(self, h: Tensor) -> Tensor:
+        """The final norm of the residual stream, or of what the head makes of several."""
+        return self.norm(h if self.hc_head is None else self.hc_head(h))
 
     def _run(
         self,
@@ -194,16 +209,26 @@ class Backbone(nn.Module):
         anchors: Tensor,
         feature: Tensor,
         keys_values: list[tuple[Tensor, Tensor]],
-        context_positions: Tensor,
+        num_tokens: int,
+        counted: Tensor | None = None,
     ) -> Tensor:
-        """anchor_ids, anchors: [B, A]; feature: [B, A, d]; keys_values: per layer [B, L, K, D]; positions: [L]."""
-        block = self.config.block_size
+        """anchor_ids, anchors: [B, A]; feature: [B, A, d]; keys_values: per layer the newest of num_tokens context
+        tokens, [B, L, K, D]; counted: [B, A, G] bool, slots whose routing is counted."""
         h = self._block_inputs(anchor_ids, feature)
-        slots = anchors.unsqueeze(-1) + torch.arange(block, device=anchors.device)  # [B, A, G] positions
-        context_mask = (context_positions < anchors.unsqueeze(-1)).unsqueeze(2).expand(-1, -1, block, -1)
-        if self.config.sliding_window is not None:
-            context_mask = context_mask & (slots.unsqueeze(-1) - context_positions < self.config.sliding_window)
+        slots = anchors.unsqueeze(-1) + torch.arange(self.config.block_size, device=anchors.device)  # positions
         cos, sin = self.rotary(slots)
-        for layer, context_kv in zip(self.layers, keys_values, strict=True):
-            h = layer(h, context_kv, cos, sin, context_mask)
-        return self.norm(h)
+        masks: dict[tuple[int, int | None], Tensor] = {}
+        for index, (layer, context_kv) in enumerate(zip(self.layers, keys_values, strict=True)):
+            held, window = context_kv[0].shape[1], self.config.window_of(index)
+            if (held, window) not in masks:
+                positions = torch.arange(num_tokens - held, num_tokens, device=anchors.device)
+                masks[held, window] = _context_mask(slots, positions, window)
+            is_counted = counted is not None and isinstance(layer.mlp, MoE)
+            h = layer(h, context_kv, cos, sin, masks[held, window], counted if is_counted else None)
+        return self._collapsed(h)
+
+
+def _context_mask(slots: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """[B, A, G, L] bool, true = seen. slots: [B, A, G] positions, the anchor first; positions: [L] of the context."""
+    mask = (positions < slots[..., :1].unsqueeze(-1)).expand(*slots.shape, -1)
+    return mask if window is None else mask & (slots.unsqueeze(-1) - positions < window)

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark.drafters import build_drafter
-from dspark.drafters.config import DrafterConfig
+from dspark.drafters.config import SLIDING, DrafterConfig, HyperConnectionConfig, MoEConfig
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.mhc import Float32Module
 from dspark.errors import Mismatch, MissingInput
 from dspark.numerics import pack_linears
 from dspark.provenance import read_json, temporary_sibling, write_json
@@ -26,6 +27,7 @@ REQUIRED = tuple(
     for name, field in DrafterConfig.model_fields.items()
     if field.is_required() and name not in ("architecture", "rope_parameters", "valid_vocab_size", "draft_vocab_size")
 )
+EXTENSIONS = ("anchor_fusion", "moe", "hyper_connections")
 SUPPORTED = {"attention_bias": False, "hidden_act": "silu", "sample_from_anchor": True}
 
 
@@ -39,7 +41,10 @@ def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Path, *, 
     embedding = tensors["embed_tokens.weight"].clone()
     embedding[config.mask_token_id] = mask
     tensors["embed_tokens.weight"] = embedding
-    stored = {name: value.to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    exact = _float32_names(drafter)
+    stored = {
+        name: value.to("cpu", torch.float32 if name in exact else dtype).contiguous() for name, value in tensors.items()
+    }
     if config.has_reduced_vocabulary:
         stored["d2t"] = (drafter.backbone.d2t - torch.arange(config.draft_vocab_size)).to("cpu", torch.int64)
     path = folder / "model.safetensors"
@@ -77,13 +82,11 @@ def load_drafter(
 
 def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
     """The `config.json` content of a drafter."""
-    shared = config.model_dump(exclude={"architecture", "anchor_fusion", "sliding_window"}, mode="json")
-    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+    shared = config.model_dump(exclude={"architecture", *EXTENSIONS, "mlp_layer_types"}, mode="json")
+    is_extended = any(getattr(config, name) for name in EXTENSIONS)
     content = shared | {
-        "architectures": [EXTENDED_ARCHITECTURE if config.anchor_fusion else EXCHANGE_ARCHITECTURE],
+        "architectures": [EXTENDED_ARCHITECTURE if is_extended else EXCHANGE_ARCHITECTURE],
         "model_type": "qwen3",
-        "layer_types": [kind] * config.num_hidden_layers,
-        "sliding_window": config.sliding_window,
         "use_sliding_window": config.sliding_window is not None,
         # Block slots see each other both ways; engines take sliding layers for causal ones without this.
         "is_causal": False,
@@ -97,6 +100,10 @@ def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
     }
     if config.anchor_fusion:
         content["anchor_fusion"] = True
+    if config.moe is not None:
+        content |= config.moe.model_dump(mode="json") | {"mlp_layer_types": list(config.mlp_layer_types)}
+    if config.hyper_connections is not None:
+        content |= config.hyper_connections.model_dump(mode="json")
     if not config.markov_rank:
         del content["markov_head_type"]
     return content
@@ -125,23 +132,36 @@ def from_deepspec(content: dict[str, Any]) -> DrafterConfig:
     known = {
         name: content[name]
         for name in DrafterConfig.model_fields
-        if name in content and name not in ("sliding_window", "rope_parameters")
+        if name in content and name not in ("sliding_window", "rope_parameters", "mlp_layer_types")
     }
-    layer_types = set(content.get("layer_types") or ["full_attention"])
-    if len(layer_types) > 1:
-        raise ValueError(f"drafter layer_types mix {sorted(layer_types)}; all layers must be of one type")
+    layer_types = content.get("layer_types") or []
+    if EXTENDED_ARCHITECTURE in architectures:  # a plain drafter's config may repeat such keys of its target
+        known |= _extensions(content)
     return DrafterConfig(
         **known
         | {
             "architecture": "dspark" if is_dspark else "dflash",
             "rope_parameters": rope_parameters(content),
-            "sliding_window": content.get("sliding_window") if layer_types == {"sliding_attention"} else None,
+            "sliding_window": content.get("sliding_window") if SLIDING in layer_types else None,
             "valid_vocab_size": valid,
             "draft_vocab_size": content.get("draft_vocab_size") or valid,
             "confidence_head_with_markov": content.get("confidence_head_with_markov", False),
             "target_layer_ids": tuple(content["target_layer_ids"]),
         }
     )
+
+
+def _extensions(content: dict[str, Any]) -> dict[str, Any]:
+    """What only our own architecture has, from the flat keys of `config.json`."""
+    found: dict[str, Any] = {}
+    if "n_routed_experts" in content:
+        found["moe"] = {name: content[name] for name in MoEConfig.model_fields if name in content}
+        found["mlp_layer_types"] = tuple(content.get("mlp_layer_types") or ())
+    if "hc_mult" in content:
+        found["hyper_connections"] = {
+            name: content[name] for name in HyperConnectionConfig.model_fields if name in content
+        }
+    return found
 
 
 def rope_parameters(content: dict[str, Any]) -> dict[str, Any]:
@@ -155,6 +175,16 @@ def rope_parameters(content: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("config has neither rope_parameters.rope_theta nor rope_theta; the rotary base is unknown")
     kind = nested.get("rope_type", nested.get("type", "default"))
     return {k: v for k, v in nested.items() if k != "type"} | {"rope_theta": theta, "rope_type": kind}
+
+
+def _float32_names(drafter: DSparkDrafter | DFlashDrafter) -> set[str]:
+    """Stored names of the tensors that keep float32 in every checkpoint."""
+    return {
+        f"{prefix}.{name}".removeprefix(BACKBONE)
+        for prefix, module in drafter.named_modules()
+        if isinstance(module, Float32Module)
+        for name in module.state_dict()
+    }
 
 
 def _draft_to_target(offsets: Tensor | None, config: DrafterConfig, folder: Path) -> Tensor:

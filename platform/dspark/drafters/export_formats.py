@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.drafters.checkpoint import EXCHANGE_ARCHITECTURE, from_deepspec
+from dspark.drafters.checkpoint import EXCHANGE_ARCHITECTURE, EXTENDED_ARCHITECTURE, from_deepspec
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.export_conversions import (
     CannotExport,
@@ -22,15 +22,19 @@ from dspark.drafters.export_conversions import (
 )
 from dspark.drafters.stored import EMBEDDING, HEAD, StoredDrafter, is_exchange_format
 
-# Fields of a drafter that the layouts below have a place for. Any other one that is set is an extension of ours.
+# Fields of a drafter that the layouts below have a place for, or that follow from others; others are ours alone.
 EXPRESSED = {
     "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
     "num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size",
     "valid_vocab_size", "draft_vocab_size", "target_layer_ids", "num_target_layers", "block_size", "mask_token_id",
-    "learned_mask_embedding", "sliding_window", "markov_rank", "markov_head_type", "dropout",
-    "enable_confidence_head", "confidence_head_with_markov",
+    "learned_mask_embedding", "sliding_window", "layer_types", "markov_rank", "markov_head_type", "dropout",
+    "enable_confidence_head", "confidence_head_with_markov", "mlp_layer_types",
 }  # fmt: skip
-REMEDIES = {"anchor_fusion": "train one with drafter.anchor_fusion=false"}
+REMEDIES = {
+    "anchor_fusion": "train one with drafter.anchor_fusion=false",
+    "moe": "train one with drafter.moe=null",
+    "hyper_connections": "train one with drafter.hyper_connections=null",
+}
 SPECULATORS_KEYS = (
     "block_size", "mask_token_id", "sample_from_anchor", "is_causal", "target_hidden_size", "markov_rank",
     "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "dtype", "tie_word_embeddings",
@@ -109,8 +113,8 @@ def to_layout(name: str, stored: StoredDrafter, target: FrozenTarget, *, dtype: 
     if stored.architecture in layout.architectures:
         note = f"a {stored.architecture} is written as it is stored; nothing of it was checked against {layout.engine}"
         return Exported(stored.content | {"dtype": _name(dtype)}, _cast(stored.tensors, dtype), [note])
-    if stored.content.get("anchor_fusion"):
-        raise _refusal(layout, "anchor_fusion", True)
+    if stored.architecture == EXTENDED_ARCHITECTURE:
+        require_expressible(name, from_deepspec(stored.content))
     if not is_exchange_format(stored):
         raise CannotExport(f"{layout.engine} has no class for the architecture {stored.architecture}; {OWN_FORMAT}")
     config = from_deepspec(stored.content)

@@ -11,12 +11,15 @@ from dspark.config import Config
 from dspark.drafters import build_drafter
 from dspark.drafters.backbone import Backbone
 from dspark.drafters.checkpoint import rope_parameters
-from dspark.drafters.config import DrafterConfig
+from dspark.drafters.config import DrafterConfig, HyperConnectionConfig, LayerType, MLPLayerType, MoEConfig
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.layers import DraftLayer
+from dspark.drafters.moe import MoE
+from dspark.drafters.upcycling import upcycle
 
 INITIAL_STD = 0.02
+DENSE_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class DrafterShape(Config):
@@ -24,8 +27,10 @@ class DrafterShape(Config):
 
     draft_vocab_size: V' most frequent answer tokens, None for all. mask_token: text or id of the token whose
     embedding row feeds the mask slots; None takes the tokenizer's mask token. warm_start: draft layers copied
-    from the target's last ones. dropout: for few answers, where training runs over them many times. anchor_fusion:
-    learns faster on small budgets; other engines cannot load it.
+    from the target's last ones (experts from its feed-forward layers). dropout: for few answers, where training runs
+    over them many times. anchor_fusion: learns faster on small budgets; other engines cannot load it.
+    sliding_window: tokens a block looks back, which bounds its cost; None for all. layer_types, mlp_layer_types: which
+    layers slide and which are mixtures of experts, when not all do. moe, hyper_connections: None to do without.
     """
 
     architecture: Literal["dspark", "dflash"] = "dspark"
@@ -34,7 +39,11 @@ class DrafterShape(Config):
     draft_vocab_size: int | None = pydantic.Field(default=None, gt=0)
     mask_token: str | int | None = None
     learned_mask_embedding: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = pydantic.Field(default=None, gt=0)
+    layer_types: tuple[LayerType, ...] = ()
+    mlp_layer_types: tuple[MLPLayerType, ...] = ()
+    moe: MoEConfig | None = None
+    hyper_connections: HyperConnectionConfig | None = None
     anchor_fusion: bool = False
     markov_rank: int = pydantic.Field(default=256, ge=0)
     confidence_head: bool = True
@@ -82,6 +91,10 @@ def drafter_config(
         mask_token_id=resolve_mask_token(shape.mask_token, tokenizer, target.vocab_size),
         learned_mask_embedding=shape.learned_mask_embedding,
         sliding_window=shape.sliding_window,
+        layer_types=shape.layer_types,
+        mlp_layer_types=shape.mlp_layer_types,
+        moe=shape.moe,
+        hyper_connections=shape.hyper_connections,
         anchor_fusion=shape.anchor_fusion,
         dropout=shape.dropout,
         markov_rank=shape.markov_rank if is_dspark else 0,
@@ -171,13 +184,24 @@ def _warm_start(backbone: Backbone, target: Any, sample_features: Tensor) -> Non
     normed = backbone.context_features(sample_features)
     for layer, source in zip(backbone.layers, sources, strict=True):
         assert isinstance(layer, DraftLayer)
-        _require_same_form(layer, source)
-        _copy_layer(layer, source, normed)
+        _require_same_form(layer, source, backbone.config)
+        _copy_attention(layer, source, normed)
+        if isinstance(layer.mlp, MoE):
+            assert backbone.config.moe is not None
+            inputs = normed * layer.post_attention_layernorm.weight
+            upcycle(layer.mlp, backbone.config.moe, source.mlp, inputs)
+        else:
+            for name in DENSE_PROJECTIONS:
+                getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight.float())
 
 
-def _require_same_form(layer: DraftLayer, source: Any) -> None:
-    """Raises: ValueError when the target's layer is not what a draft layer is, piece for piece."""
-    drafted = {name: value.shape for name, value in layer.named_parameters()}
+def _require_same_form(layer: DraftLayer, source: Any, config: DrafterConfig) -> None:
+    """Raises: ValueError when the target's layer is not what a draft layer is made from, piece for piece."""
+    ours = ("mlp.", "attn_hc.", "ffn_hc.")
+    drafted = {name: value.shape for name, value in layer.named_parameters() if not name.startswith(ours)}
+    wide, narrow = torch.Size((config.intermediate_size, config.hidden_size)), config.hidden_size
+    dense = dict.fromkeys(DENSE_PROJECTIONS[:2], wide) | {DENSE_PROJECTIONS[2]: torch.Size((narrow, wide[0]))}
+    drafted |= {f"mlp.{name}.weight": shape for name, shape in dense.items()}
     given = {name: value.shape for name, value in source.named_parameters()}
     without_head_norms = {n: s for n, s in drafted.items() if not n.endswith(("q_norm.weight", "k_norm.weight"))}
     if given in (drafted, without_head_norms):
@@ -190,7 +214,7 @@ def _require_same_form(layer: DraftLayer, source: Any) -> None:
     )
 
 
-def _copy_layer(layer: DraftLayer, source: Any, normed: Tensor) -> None:
+def _copy_attention(layer: DraftLayer, source: Any, normed: Tensor) -> None:
     attention, scale = layer.self_attn, source.input_layernorm.weight.float()
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(attention, name).weight.copy_(getattr(source.self_attn, name).weight.float() * scale)
@@ -204,5 +228,3 @@ def _copy_layer(layer: DraftLayer, source: Any, normed: Tensor) -> None:
             heads = projection(normed).unflatten(-1, (-1, attention.head_dim))
             norm.weight.fill_(float(heads.square().mean(dim=-1).sqrt().mean()))
     layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight.float())
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight.float())

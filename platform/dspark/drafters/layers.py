@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.drafters.config import DrafterConfig
+from dspark.drafters.mhc import HyperConnection, plain_residual
 
 SCALED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
@@ -146,38 +147,56 @@ class DraftAttention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate x) * up x)."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, width: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width = config.intermediate_size if width is None else width
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm layer of Qwen3 type; the context enters through keys and values only."""
+    """Pre-norm layer of Qwen3 type; the context enters through keys and values only.
 
-    def __init__(self, config: DrafterConfig) -> None:
+    h is one residual stream, [..., d], or with hyper-connections n of them, [..., n, d].
+    """
+
+    def __init__(self, config: DrafterConfig, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = mlp
         self.dropout = nn.Dropout(config.dropout)
+        self.attn_hc = HyperConnection(config) if config.hyper_connections else None
+        self.ffn_hc = HyperConnection(config) if config.hyper_connections else None
 
     def forward(
-        self, h: Tensor, context_kv: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, context_mask: Tensor
+        self,
+        h: Tensor,
+        context_kv: tuple[Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        context_mask: Tensor,
+        counted: Tensor | None = None,
     ) -> Tensor:
-        """[B, A, G, d], as h."""
-        h = h + self.dropout(self.self_attn(self.input_layernorm(h), context_kv, cos, sin, context_mask))
-        return h + self.dropout(self.mlp(self.post_attention_layernorm(h)))
+        """[B, A, G, d], as h. counted: [B, A, G] bool, the slots whose routing is counted; None for all."""
+        u, connect = (self.attn_hc or plain_residual)(h)
+        h = connect(self.dropout(self.self_attn(self.input_layernorm(u), context_kv, cos, sin, context_mask)))
+        return self._feed_forward(h, counted)
 
     def forward_flat(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The same layer for R blocks in a row, whose context lies in paged memory or is packed: [R, G, d], as h."""
         attention = self.self_attn
-        u = self.input_layernorm(h)
+        u, connect = (self.attn_hc or plain_residual)(h)
+        u = self.input_layernorm(u)
         mixed = attend(attention.queries(u, cos, sin), *attention.keys_values(u, cos, sin))
-        h = h + self.dropout(attention.o_proj(mixed.flatten(2)))
-        return h + self.dropout(self.mlp(self.post_attention_layernorm(h)))
+        return self._feed_forward(connect(self.dropout(attention.o_proj(mixed.flatten(2)))), None)
+
+    def _feed_forward(self, h: Tensor, counted: Tensor | None) -> Tensor:
+        u, connect = (self.ffn_hc or plain_residual)(h)
+        u = self.post_attention_layernorm(u)
+        return connect(self.dropout(self.mlp(u) if counted is None else self.mlp(u, counted)))

@@ -1,4 +1,7 @@
-"""DSpark and DFlash for many requests at once, their context in paged memory under the target's page tables.
+"""DSpark and DFlash for many requests at once.
+
+Layers that see all context keep it in paged memory under the target's page tables; layers with a sliding window keep
+the newest tokens in a ring of the request's own, whose size does not depend on the context's.
 
 Legend: R requests, G block size, H query heads, K key/value heads, D head width, V' draft vocabulary, d hidden size,
 m captured layers, n context tokens to append.
@@ -7,9 +10,9 @@ m captured layers, n context tokens to append.
     drafter KV   context: from features    the block's own, written over in every round
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch import Tensor
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
 from dspark.attention.paged import attend
+from dspark.attention.window_ring import WindowRing
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.drafting import check_length
 from dspark.drafters.dspark import DSparkDrafter
@@ -25,14 +29,20 @@ from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.sampling import invert
 from dspark.speculation.proposal import Proposal
 
+Write = Callable[[int, Tensor, Tensor], None]  # layer, keys and values [K, n, D] of the tokens it was made for
+
 MAX_PENDING_TOKENS = 256  # features of a request that is not drafted for are kept up to here, then stored
 
 
 @dataclass
 class DraftMemory:
-    """A request's context. num_tokens: context tokens stored; pending: features not stored yet, [n, m*d] each."""
+    """A request's context. num_tokens: context tokens stored; pending: features not stored yet, [n, m*d] each.
+
+    ring: of the layers with a window; None without such layers.
+    """
 
     table: PageTable
+    ring: WindowRing | None = None
     num_tokens: int = 0
     pending: list[Tensor] = field(default_factory=list)
     newest_feature: Tensor | None = None
@@ -54,19 +64,34 @@ class PagedDraftRunner:
         self.has_confidence = config.enable_confidence_head
         self._drafter = drafter
         self._backbone = drafter.backbone
-        self._window = config.sliding_window
         self._device = weight.device
         self._is_whole_vocabulary = config.draft_vocab_size == config.vocab_size
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+        windows = [config.window_of(layer) for layer in range(config.num_hidden_layers)]
+        self._is_sliding = [window is not None for window in windows]
+        # A layer's place among those that keep their context where it does.
+        self._place = [self._is_sliding[:layer].count(sliding) for layer, sliding in enumerate(self._is_sliding)]
+        self._ring_shapes = [shape] * self._is_sliding.count(True)
+        self._window = config.sliding_window or 0
         self.kv_cache = PagedKVCache(
-            [shape] * config.num_hidden_layers,
+            [shape] * self._is_sliding.count(False),
             num_slots=num_pages * page_size,
             dtype=weight.dtype,
             device=weight.device,
         )
 
+    @property
+    def _ring_slots(self) -> int:
+        """What slot 0 sees, window - 1 context tokens, and the block."""
+        return self._window - 1 + self.block_size
+
     def new_memory(self, table: PageTable) -> DraftMemory:
-        return DraftMemory(table)
+        if not self._ring_shapes:
+            return DraftMemory(table)
+        dtype = self._backbone.fc.weight.dtype
+        return DraftMemory(
+            table, WindowRing(self._ring_shapes, num_slots=self._ring_slots, dtype=dtype, device=self._device)
+        )
 
     def extend(self, memory: DraftMemory, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
         """Keep the features; they are stored when the request is drafted for, all requests' in one pass."""
@@ -90,38 +115,65 @@ class PagedDraftRunner:
         """Turn pending features into keys and values of the context, in one pass."""
         if not memories:
             return
-        boundaries = [0, *accumulate(memory.num_pending for memory in memories)]
+        starts = [self._take_pending(memory) for memory in memories]
         features = self._backbone.context_features(torch.cat([part for memory in memories for part in memory.pending]))
-        positions: list[int] = []
-        slots: list[int] = []
-        for memory, (first, last) in zip(memories, pairwise(boundaries), strict=True):
-            stop = memory.num_tokens + last - first
-            positions += range(memory.num_tokens, stop)
-            slots += memory.table.slots(memory.num_tokens, stop)
-            memory.num_tokens = stop
-            memory.newest_feature = features[last - 1]
-            memory.pending = []
-        slot_mapping = torch.tensor(slots, device=self._device)
+        stops = [start + memory.num_pending for start, memory in zip(starts, memories, strict=True)]
+        positions = [p for start, stop in zip(starts, stops, strict=True) for p in range(start, stop)]
         keys_values = self._backbone.context_keys_values(features, torch.tensor(positions, device=self._device))
+        write = self._writer(memories, starts, stops)
         for layer, (keys, values) in enumerate(keys_values):
-            self.kv_cache.write(layer, slot_mapping, keys.transpose(0, 1), values.transpose(0, 1))
+            write(layer, keys.transpose(0, 1), values.transpose(0, 1))
+        lasts = accumulate(stop - start for start, stop in zip(starts, stops, strict=True))
+        for memory, stop, last in zip(memories, stops, lasts, strict=True):
+            memory.num_tokens, memory.pending, memory.newest_feature = stop, [], features[last - 1]
+
+    def _take_pending(self, memory: DraftMemory) -> int:
+        """Position of the first pending token; where all layers slide those that left every window are dropped."""
+        start = memory.num_tokens
+        if all(self._is_sliding) and memory.num_pending > self._ring_slots:
+            start += memory.num_pending - self._ring_slots
+            memory.pending = [torch.cat(memory.pending)[-self._ring_slots :]]
+        return start
+
+    def _writer(self, memories: Sequence[DraftMemory], starts: Sequence[int], stops: Sequence[int]) -> Write:
+        """Stores what the memories' tokens at positions start … stop-1, one memory behind the other, are in a layer."""
+        spans = list(zip(memories, starts, stops, strict=True))
+        slot_mapping = torch.empty(0)
+        if not all(self._is_sliding):
+            slots = [slot for memory, start, stop in spans for slot in memory.table.slots(start, stop)]
+            slot_mapping = torch.tensor(slots, device=self._device)
+        lengths = [stop - start for _, start, stop in spans]
+
+        def write(layer: int, keys: Tensor, values: Tensor) -> None:
+            place = self._place[layer]
+            if not self._is_sliding[layer]:
+                self.kv_cache.write(place, slot_mapping, keys, values)
+                return
+            for (memory, _, stop), own_keys, own_values in zip(
+                spans, keys.split(lengths, dim=1), values.split(lengths, dim=1), strict=True
+            ):
+                assert memory.ring is not None
+                newest = min(own_keys.shape[1], self._ring_slots)
+                memory.ring.write(place, stop - newest, own_keys[:, -newest:], own_values[:, -newest:])
+
+        return write
 
     def _block_states(self, requests: Sequence[DraftRequest]) -> Tensor:
         """[R, G, d]: hidden states of every slot of every block."""
         memories: list[DraftMemory] = [request.memory for request in requests]
         newest = [memory.newest_feature for memory in memories]
         assert all(feature is not None for feature in newest), "a request is drafted for before its context is stored"
-        slots = [s for memory in memories for s in memory.table.slots(memory.num_tokens, self._end(memory))]
-        slot_mapping = torch.tensor(slots, device=self._device)
+        ends = [memory.num_tokens + self.block_size for memory in memories]
+        write = self._writer(memories, [memory.num_tokens for memory in memories], ends)
         masks = [self._window_mask(memory) for memory in memories]
 
         def attention_of(layer: int) -> Attend:
             def run(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-                own = (x.flatten(0, 1).transpose(0, 1) for x in (keys, values))  # [K, R*G, D]
-                self.kv_cache.write(layer, slot_mapping, *own)
+                write(layer, *(x.flatten(0, 1).transpose(0, 1) for x in (keys, values)))  # [K, R*G, D]
                 mixed = []
                 for row, memory, mask in zip(queries, memories, masks, strict=True):
-                    seen = self.kv_cache.read(layer, memory.table, self._first(memory), self._end(memory))
+                    seen = self._read(layer, memory)
+                    mask = mask if self._is_sliding[layer] else None
                     mixed.append(attend(row.transpose(0, 1), *seen, mask, scaling=None).transpose(0, 1))
                 return torch.stack(mixed)
 
@@ -133,6 +185,14 @@ class PagedDraftRunner:
             torch.stack([feature for feature in newest if feature is not None]),
             attention_of,
         )
+
+    def _read(self, layer: int, memory: DraftMemory) -> tuple[Tensor, Tensor]:
+        """Keys and values of a request's context and block in a layer: [K, n, D] each."""
+        stop = memory.num_tokens + self.block_size
+        if not self._is_sliding[layer]:
+            return self.kv_cache.read(self._place[layer], memory.table, 0, stop)
+        assert memory.ring is not None
+        return memory.ring.read(self._place[layer], stop)
 
     def _draw(self, requests: Sequence[DraftRequest], h: Tensor) -> list[Proposal]:
         """Left to right, all requests at once; each draws from its own generator alone. h: [R, l, d]."""
@@ -191,20 +251,13 @@ class PagedDraftRunner:
             for i, request in enumerate(requests)
         ]
 
-    def _end(self, memory: DraftMemory) -> int:
-        return memory.num_tokens + self.block_size
-
-    def _first(self, memory: DraftMemory) -> int:
-        """The oldest context position any slot of the block sees: slot 0 sees window - 1 of them."""
-        return 0 if self._window is None else max(0, memory.num_tokens - self._window + 1)
-
     def _window_mask(self, memory: DraftMemory) -> Tensor | None:
-        """[G, seen]: 0 or -inf; a window narrows the context slot by slot and never the block. None without one."""
-        if self._window is None:
+        """[G, n]: 0 or -inf; a window narrows the context slot by slot and never the block. None without one."""
+        if memory.ring is None:
             return None
-        first = self._first(memory)
-        positions = torch.arange(first, self._end(memory), device=self._device)
-        slots = torch.arange(memory.num_tokens, self._end(memory), device=self._device).unsqueeze(1)
+        stop = memory.num_tokens + self.block_size
+        positions = memory.ring.positions(stop)
+        slots = torch.arange(memory.num_tokens, stop, device=self._device).unsqueeze(1)
         hidden = (positions < memory.num_tokens) & (slots - positions >= self._window)
         dtype = self._backbone.fc.weight.dtype
         return torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill(hidden, -torch.inf)

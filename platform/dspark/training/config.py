@@ -30,7 +30,8 @@ class TrainConfig(Config):
     whatever the number of workers. loss_phases: the TV gradient vanishes while the drafter is far from the target,
     so a first phase heavy on CE saves steps. position_decay: w_j = exp(-j / it). precision: of the backbone's
     products; weights, optimiser, logits and losses are float32 always. max_skipped: micro-batches with a non-finite
-    loss that are tolerated before the run stops.
+    loss that are tolerated before the run stops. expert_parallel_size: workers that share one set of experts, for
+    mixtures too large for one device; it changes no result.
     """
 
     cache: str
@@ -50,6 +51,7 @@ class TrainConfig(Config):
     loss_phases: tuple[LossPhase, ...] = (LossPhase(until=1.0, ce=0.1, tv=0.9, confidence=1.0),)
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     zero_stage: Literal[0, 1, 2] = 1
+    expert_parallel_size: int = pydantic.Field(default=1, gt=0)
     num_workers: int = pydantic.Field(default=1, gt=0)
     threads_per_worker: int = pydantic.Field(default=1, gt=0)
     use_gpu: bool = False
@@ -71,6 +73,12 @@ class TrainConfig(Config):
         if self.initialize_revision is not None and self.initialize_from is None:
             raise ValueError(
                 f"initialize_revision {self.initialize_revision!r} has no effect without initialize_from; leave it out"
+            )
+        if self.expert_parallel_size > 1 and self.zero_stage == 0:
+            raise ValueError(f"expert_parallel_size {self.expert_parallel_size} needs zero_stage 1 or 2, not 0")
+        if self.num_workers % self.expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size {self.expert_parallel_size} does not divide num_workers {self.num_workers}"
             )
         return self
 

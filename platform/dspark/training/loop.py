@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from dspark.errors import TrainingDiverged
 from dspark.numerics import use_fast_float32_products
 from dspark.training.batches import MicroBatch, StepSample, deal, make_micro_batch, step_samples, step_seed
 from dspark.training.config import TrainConfig
+from dspark.training.expert_loads import ExpertLoads
+from dspark.training.expert_parallel import spread_experts
 from dspark.training.losses import LossWeights
 from dspark.training.objective import StepTotals, micro_batch_loss, step_totals, weight_sums
 from dspark.training.precision import Autocast
@@ -44,6 +47,8 @@ class TrainLoop:
         shape = self.drafter.config
         self.target_to_draft = torch.full((shape.vocab_size,), -1, dtype=torch.long)
         self.target_to_draft[self.drafter.backbone.d2t.cpu()] = torch.arange(shape.draft_vocab_size)
+        self.experts = ExpertLoads(self.drafter)
+        self.parallel = spread_experts(self.drafter, config)
         micro_batches = len(deal([1] * config.sequences_per_step, config.sequences_per_micro_batch, self.world)[0])
         self.model = Autocast(self.drafter, enabled=config.precision == "bfloat16")
         self.engine = start_engine(
@@ -56,6 +61,9 @@ class TrainLoop:
             per_micro_batch=config.sequences_per_micro_batch,
             schedule=warmup_cosine(config.steps, config.warmup_ratio),
         )
+        if self.parallel is not None:
+            self.parallel.start_optimizer(self.engine, config)
+        self._stand_in: MicroBatch | None = None
         self.step, self.skipped, self.skipped_now = 0, 0, 0
         self._resume()
         self.history = History(run, start_step=self.step) if self.rank == 0 else None
@@ -69,7 +77,8 @@ class TrainLoop:
             factors = config.loss_weights(self.step)
             totals = self._train_step(factors)
             self.step += 1
-            metrics = totals.metrics(factors) | {
+            metrics = totals.metrics(factors) | self.experts.balance(self._sum_over_ranks)
+            metrics |= {
                 "learning_rate": self.engine.get_lr()[0],
                 "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
             }
@@ -77,7 +86,13 @@ class TrainLoop:
             if self.step % config.validate_every == 0 or self.step == config.steps:
                 self._validate()
             if self.history is not None:
-                self.history.add_step(self.step, config.steps, metrics, log_line=self.step % config.log_every == 0)
+                self.history.add_step(
+                    self.step,
+                    config.steps,
+                    metrics,
+                    log_line=self.step % config.log_every == 0,
+                    expert_loads=self.experts.last,
+                )
             if self.step % config.checkpoint_every == 0 or self.step == config.steps:
                 self._checkpoint()
         return {"steps": self.step, "skipped_micro_batches": self.skipped} | self._figures()
@@ -102,18 +117,21 @@ class TrainLoop:
         samples = step_samples(self.train_indices, self.step, config.sequences_per_step, config.seed)
         micro_batches = self._micro_batches(samples, config.seed)
         weights = self._sum_over_ranks(sum((weight_sums(micro) for micro in micro_batches), torch.zeros(2).double()))
+        num_blocks = torch.tensor(float(sum(micro.num_blocks for micro in micro_batches if micro is not None)))
+        routed = float(self._sum_over_ranks(num_blocks)) * self.drafter.block_size
         # DeepSpeed averages over ranks and over accumulation; the loss is already normalised over the whole step.
         scale = self.world * len(micro_batches)
         totals, skipped = StepTotals.zeros(self.drafter.block_size), 0
         for micro in micro_batches:
             loss, micro_totals = self._forward(micro, weights, factors)
+            balancing = self.experts.balancing_loss(routed)
             if loss is None:
                 skipped += micro is not None
                 loss = self._zero_loss()
             else:
-                totals = totals + micro_totals
+                loss, totals = loss + balancing, totals + micro_totals
             self.engine.backward(loss * scale)
-            self.engine.step()
+            (self.parallel or self.engine).step()
         summed = self._sum_over_ranks(torch.cat([totals.values, torch.tensor([float(skipped)], dtype=torch.float64)]))
         self.skipped_now = int(summed[-1])
         self.skipped += self.skipped_now
@@ -124,13 +142,29 @@ class TrainLoop:
     ) -> tuple[Tensor | None, StepTotals]:
         """The loss of a micro-batch and its figures; None when there is nothing in it or it is not finite."""
         empty = StepTotals.zeros(self.drafter.block_size)
-        if micro is None:
+        given = self._or_stand_in(micro)
+        if given is None:
             return None, empty
-        loss, losses = micro_batch_loss(self.engine, self.drafter, micro, weights, factors)
-        if not bool(loss.isfinite()):
+        with self.experts.uncounted(micro is None):
+            loss, losses = micro_batch_loss(self.engine, self.drafter, given, weights, factors)
+        is_finite = bool(loss.isfinite())
+        if self.parallel is not None:
+            is_finite = self.parallel.agree(is_finite)
+        if not is_finite:
             log.warning("step %d: non-finite loss, micro-batch skipped", self.step)
             return None, empty
+        if micro is None:
+            return loss * 0.0, empty
         return loss, step_totals(losses, micro, self.drafter.block_size)
+
+    def _or_stand_in(self, micro: MicroBatch | None) -> MicroBatch | None:
+        """Where experts are spread over ranks, some sample for a rank without one: the others wait for its part."""
+        if micro is not None or self.parallel is None:
+            return micro
+        if self._stand_in is None:
+            tried = (self._micro_batch([StepSample(index, 0)], self.config.seed) for index in self.train_indices)
+            self._stand_in = next((found for found in tried if found is not None), None)
+        return self._stand_in
 
     def _zero_loss(self) -> Tensor:
         """Zero gradients for every trainable weight: keeps the ranks' collectives in step."""
@@ -139,19 +173,21 @@ class TrainLoop:
     def _micro_batches(self, samples: list[StepSample], seed: int) -> list[MicroBatch | None]:
         lengths = [self.cache.entries[sample.index].num_tokens for sample in samples]
         config = self.config
-        return [
-            make_micro_batch(
-                [(self.cache.load(samples[place].index), samples[place].epoch) for place in places],
-                num_anchors=config.anchors_per_sequence,
-                block_size=self.drafter.block_size,
-                position_decay=config.position_decay,
-                target_to_draft=self.target_to_draft,
-                seed=seed,
-                device=self.device,
-                sliding_window=self.drafter.config.sliding_window,
-            )
-            for places in deal(lengths, config.sequences_per_micro_batch, self.world)[self.rank]
-        ]
+        dealt = deal(lengths, config.sequences_per_micro_batch, self.world)[self.rank]
+        return [self._micro_batch([samples[place] for place in places], seed) for places in dealt]
+
+    def _micro_batch(self, samples: list[StepSample], seed: int) -> MicroBatch | None:
+        config = self.config
+        return make_micro_batch(
+            [(self.cache.load(sample.index), sample.epoch) for sample in samples],
+            num_anchors=config.anchors_per_sequence,
+            block_size=self.drafter.block_size,
+            position_decay=config.position_decay,
+            target_to_draft=self.target_to_draft,
+            seed=seed,
+            device=self.device,
+            sliding_window=self.drafter.config.widest_window,
+        )
 
     def _watch(self, totals: StepTotals) -> None:
         """Raises: TrainingDiverged when there is nothing to learn from, or too much that is not finite."""
@@ -176,8 +212,11 @@ class TrainLoop:
         factors = self.config.loss_weights(self.step)
         samples = [StepSample(index, 0) for index in self.validation_indices]
         for micro in self._micro_batches(samples, self.config.seed + 1):
+            given = self._or_stand_in(micro)
+            if given is None:
+                continue
+            _, losses = micro_batch_loss(self.model, self.drafter, given, torch.ones(2), factors)
             if micro is not None:
-                _, losses = micro_batch_loss(self.model, self.drafter, micro, torch.ones(2), factors)
                 totals = totals + step_totals(losses, micro, self.drafter.block_size)
         self.model.train()
         metrics = StepTotals(self._sum_over_ranks(totals.values), totals.block_size).metrics(factors)
@@ -196,15 +235,24 @@ class TrainLoop:
 
     def _checkpoint(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            save_engine(self.engine, folder, {"step": self.step, "skipped": self.skipped})
-            final = self.step == self.config.steps
-            if self.rank == 0 and final:
-                save_drafter(self.drafter, Path(folder) / FINAL, dtype=torch.bfloat16)
+            save_engine(
+                self.engine, folder, {"step": self.step, "skipped": self.skipped, "experts": self.experts.state()}
+            )
+            if self.parallel is not None:
+                self.parallel.save(folder)
+            if self.step == self.config.steps:
+                self._export(Path(folder) / FINAL)
             ray.train.report(
                 {"step": self.step},
                 checkpoint=ray.train.Checkpoint.from_directory(folder),
                 checkpoint_dir_name=f"step-{self.step:06d}",
             )
+
+    def _export(self, folder: Path) -> None:
+        """Rank 0 writes the drafter, whole: experts that lie on other ranks are gathered."""
+        with nullcontext() if self.parallel is None else self.parallel.gathered():
+            if self.rank == 0:
+                save_drafter(self.drafter, folder, dtype=torch.bfloat16)
 
     def _resume(self) -> None:
         checkpoint = ray.train.get_checkpoint()
@@ -212,7 +260,10 @@ class TrainLoop:
             return
         with checkpoint.as_directory() as folder:
             state = load_engine(self.engine, folder)
+            if self.parallel is not None:
+                self.parallel.load(folder)
         self.step, self.skipped = state["step"], state["skipped"]
+        self.experts.load_state(state.get("experts", []))
         log.info("resumed at step %d from %s", self.step, checkpoint.path)
 
 

@@ -33,12 +33,24 @@ class History:
         self._earlier_s = self.seconds
         self._start_step, self._started = start_step, time.monotonic()
 
-    def add_step(self, step: int, steps: int, metrics: dict[str, float], *, log_line: bool) -> None:
-        """Record a training step."""
+    def add_step(
+        self,
+        step: int,
+        steps: int,
+        metrics: dict[str, float],
+        *,
+        log_line: bool,
+        expert_loads: list[list[int]] | None = None,
+    ) -> None:
+        """Record a training step. expert_loads: per sparse layer the tokens of each expert, for the history alone."""
         for name in COUNTED:
             self.totals[name] += metrics[name]
         self.seconds = self._earlier_s + time.monotonic() - self._started
-        self._append({"step": step, "elapsed_s": round(self.seconds, 2)} | metrics)
+        self._append(
+            {"step": step, "elapsed_s": round(self.seconds, 2)}
+            | metrics
+            | ({"expert_loads": expert_loads} if expert_loads else {})
+        )
         self._tracking.log_metrics({f"train/{name}": value for name, value in metrics.items()}, step)
         if log_line:
             rate = (step - self._start_step) / (time.monotonic() - self._started)

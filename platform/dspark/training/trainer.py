@@ -15,6 +15,7 @@ from dspark.config import build_config
 from dspark.data.target_cache import TargetCache
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.initialize import drafter_config, new_drafter
+from dspark.drafters.moe import num_idle_parameters
 from dspark.drafters.released import find_drafter, take_drafter
 from dspark.errors import DsparkError
 from dspark.provenance import git_revision, read_json, require_same, write_json
@@ -137,10 +138,18 @@ def publish(config: TrainConfig, final: Path, figures: dict[str, Any]) -> dict[s
 
 
 def count_parameters(folder: Path) -> dict[str, int]:
-    """Trainable and frozen (embedding, head) parameters of a stored drafter."""
+    """Trainable and frozen (embedding, head) parameters of a stored drafter.
+
+    active_parameters: the trainable ones that a token passes through, of all experts those it chooses.
+    """
     drafter = load_drafter(folder, trainable=True)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    return {"parameters": trainable, "frozen_parameters": sum(p.numel() for p in drafter.parameters()) - trainable}
+    frozen = sum(p.numel() for p in drafter.parameters()) - trainable
+    return {
+        "parameters": trainable,
+        "active_parameters": trainable - num_idle_parameters(drafter),
+        "frozen_parameters": frozen,
+    }
 
 
 def _write_initial(config: TrainConfig, cache: TargetCache, folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from dense_attention import dense_block_states
 from dspark.drafters.backbone import Backbone, BackboneState
 from dspark.drafters.base import BlockBatch
-from random_drafter import random_batch, random_drafter
+from random_drafter import VARIANTS, random_batch, random_drafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -17,6 +17,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "sliding_window": {"sliding_window": 6},
     "window_of_one": {"sliding_window": 1},
     "one_layer": {"num_hidden_layers": 1},
+    "mixed_windows": VARIANTS["mixed_windows"],
+    "moe": VARIANTS["moe"],
+    "hyper_connections": VARIANTS["hyper_connections"],
+    "production": VARIANTS["production"],
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -36,7 +40,19 @@ def drafted_states(backbone: Backbone, batch: BlockBatch, row: int, anchor: int,
     return backbone.draft_states(state, int(batch.input_ids[row, anchor]))
 
 
-@pytest.mark.parametrize("shape", [{}, {"sliding_window": 5}, {"sliding_window": 1}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"sliding_window": 5},
+        {"sliding_window": 1},
+        VARIANTS["mixed_windows"],
+        VARIANTS["moe"],
+        VARIANTS["hyper_connections"],
+        VARIANTS["production"] | {"anchor_fusion": False},
+    ],
+    ids=str,
+)
 def test_block_states_equal_those_of_a_dense_mask_over_context_and_blocks(shape: dict[str, Any]):
     backbone = backbone_of(**shape)
     batch = random_batch(backbone.config, [[1, 4, 5, 20], [2, 3, 9, 22]])
@@ -61,8 +77,10 @@ def test_other_blocks_cannot_move_a_block(shape: dict[str, Any]):
     backbone = backbone_of(block_size=7, **shape)
     one, other = (random_batch(backbone.config, [[8, second, 14]], num_tokens=40) for second in (11, 30))
     states, others = backbone.block_states(one), backbone.block_states(other)
-    assert torch.equal(states[:, [0, 2]], others[:, [0, 2]])
-    assert not torch.equal(states[:, 1], others[:, 1])
+    # Experts take the tokens of all blocks in one product: other company, other kernels.
+    tolerance = 1e-6 if "moe" in shape else 0.0
+    torch.testing.assert_close(states[:, [0, 2]], others[:, [0, 2]], atol=tolerance, rtol=0)
+    assert not torch.allclose(states[:, 1], others[:, 1], atol=1e-3)
 
 
 @every_shape
@@ -72,7 +90,7 @@ def test_padding_tokens_cannot_move_a_block(shape: dict[str, Any]):
     padded = random_batch(backbone.config, [[3, 9, 15]], num_tokens=30, seed=5)
     padded.input_ids[:, :17], padded.target_hidden[:, :17] = batch.input_ids, batch.target_hidden
     torch.testing.assert_close(
-        backbone.block_states(padded), backbone.block_states(batch), atol=1e-6, rtol=0
+        backbone.block_states(padded), backbone.block_states(batch), atol=1e-5, rtol=0
     )  # another width, so other kernels
     other_padding = replace(padded, target_hidden=padded.target_hidden.clone())
     other_padding.target_hidden[:, 17:] = -3e4
@@ -100,7 +118,7 @@ def test_context_in_pieces_equals_context_at_once(shape: dict[str, Any]):
     batch = random_batch(backbone.config, [[15]])
     at_once = drafted_states(backbone, batch, 0, 15, [15])
     for pieces in ([1] * 15, [7, 0, 8], [3, 1, 4, 1, 5, 1]):
-        torch.testing.assert_close(drafted_states(backbone, batch, 0, 15, pieces), at_once, atol=1e-5, rtol=0)
+        torch.testing.assert_close(drafted_states(backbone, batch, 0, 15, pieces), at_once, atol=1e-5, rtol=1e-5)
 
 
 @every_shape
@@ -122,7 +140,15 @@ def test_a_sliding_window_holds_no_more_context_than_it_sees():
     for start in range(0, 20, 4):
         backbone.extend(state, batch.target_hidden[0, start : start + 4])
         assert all(k.shape[1] <= 5 and v.shape[1] <= 5 for k, v in state.keys_values)
-    assert (state.num_tokens, state.first_position) == (20, 15)
+    assert state.num_tokens == 20
+
+
+def test_only_layers_with_a_window_forget():
+    backbone = backbone_of(sliding_window=6, layer_types=("full_attention", "sliding_attention"))
+    batch = random_batch(backbone.config, [[20]])
+    state = BackboneState()
+    backbone.extend(state, batch.target_hidden[0, :20])
+    assert [keys.shape[1] for keys, _ in state.keys_values] == [20, 5]
 
 
 def test_embedding_and_head_are_frozen_and_the_mask_row_only_learns_when_asked_to():

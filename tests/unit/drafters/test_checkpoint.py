@@ -127,6 +127,55 @@ def test_a_drafter_with_our_extension_does_not_pass_for_one_that_others_can_read
     assert content["anchor_fusion"] is True
 
 
+@pytest.mark.parametrize("extension", ["moe", "hyper_connections", "production"])
+def test_a_drafter_of_our_own_form_names_it_in_the_words_of_other_configs(extension: str):
+    config = random_drafter(**VARIANTS[extension]).config
+    content = to_deepspec(config, dtype="float32")
+    assert content["architectures"] == ["DSparkFusionModel"]
+    assert ("n_routed_experts" in content) == ("mlp_layer_types" in content) == (config.moe is not None)
+    assert ("hc_mult" in content) == (config.hyper_connections is not None)
+    assert not {"moe", "hyper_connections"} & content.keys()
+    assert from_deepspec(json.loads(json.dumps(content))) == config
+
+
+def test_what_a_plain_drafters_config_repeats_of_its_target_makes_no_experts():
+    content = to_deepspec(random_drafter().config, dtype="float32") | {"n_routed_experts": 64, "hc_mult": 4}
+    assert from_deepspec(content) == random_drafter().config
+
+
+def test_windows_of_their_own_are_told_per_layer():
+    config = random_drafter(**VARIANTS["mixed_windows"]).config
+    content = to_deepspec(config, dtype="float32")
+    assert content["layer_types"] == ["sliding_attention", "full_attention"]
+    assert (content["sliding_window"], content["use_sliding_window"]) == (6, True)
+    assert from_deepspec(content) == config
+
+
+def test_what_is_computed_in_float32_is_stored_in_float32(tmp_path: Path):
+    drafter = random_drafter(**VARIANTS["production"])
+    save_drafter(drafter, tmp_path, dtype=torch.bfloat16)
+    stored = load_file(str(tmp_path / "model.safetensors"))
+    exact = {name for name, value in stored.items() if value.dtype == torch.float32}
+    assert {name.partition("layers.1.")[2] for name in exact if name.startswith("layers.1.")} == {
+        *(f"{hc}.{name}" for hc in ("attn_hc", "ffn_hc") for name in ("fn", "base", "scale")),
+        "mlp.gate.weight",
+        "mlp.gate.e_score_correction_bias",
+    }
+    loaded = load_drafter(tmp_path, dtype=torch.bfloat16)
+    for name in exact:
+        assert torch.equal(loaded.backbone.state_dict()[name], drafter.backbone.state_dict()[name]), name
+    save_drafter(loaded, tmp_path / "again", dtype=torch.bfloat16)
+    again = load_file(str(tmp_path / "again" / "model.safetensors"))
+    assert all(torch.equal(again[name], value) for name, value in stored.items())
+
+
+def test_a_missing_expert_tensor_is_named(tmp_path: Path):
+    save_drafter(random_drafter(**VARIANTS["moe"]), tmp_path, dtype=torch.float32)
+    change_tensors(tmp_path, **{"layers.0.mlp.experts.down_proj": None})
+    with pytest.raises(Mismatch, match=r"tensor layers\.0\.mlp\.experts\.down_proj is missing from model"):
+        load_drafter(tmp_path)
+
+
 def test_bf16_on_disk_costs_rounding_only(tmp_path: Path):
     drafter = random_drafter()
     save_drafter(drafter, tmp_path, dtype=torch.bfloat16)
@@ -219,7 +268,9 @@ def test_a_tensor_of_another_shape_is_named(reduced: Path):
     [
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\] are not known"),
         ({"attention_bias": True}, "attention_bias True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types mix"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding layers need a window"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the drafter has 2"),
+        ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({"markov_head_type": "gated"}, "markov_head_type"),
         ({"sample_from_anchor": False}, "sample_from_anchor"),
         ({"hidden_act": "gelu"}, "hidden_act"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dspark.drafters.config import DrafterConfig
-from random_drafter import small_config
+from random_drafter import HYPER, MOE, small_config
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,41 @@ def test_a_shape_that_cannot_be_is_an_error(changes: dict[str, Any], message: st
         small_config(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ("sliding_attention",)}, "layer_types names 1 layers, the drafter has 2"),
+        ({"layer_types": ("sliding_attention", "full_attention")}, "sliding layers need a window"),
+        ({"sliding_window": 6, "layer_types": ("full_attention",) * 2}, "a window needs a sliding layer"),
+        ({"layer_types": ("strided", "full_attention")}, "strided"),
+        ({"mlp_layer_types": ("dense", "sparse")}, r"moe \(not set\) do not go together"),
+        ({"moe": MOE, "mlp_layer_types": ("dense", "dense")}, r"moe \(set\) do not go together"),
+        ({"moe": MOE | {"num_experts_per_tok": 6}}, "num_experts_per_tok 6 is more than n_routed_experts 5"),
+        ({"moe": MOE | {"scoring_func": "tanh"}}, "scoring_func"),
+        ({"moe": {"n_routed_experts": 4}}, "num_experts_per_tok"),
+        ({"hyper_connections": {"hc_mult": 1}}, "hc_mult"),
+        ({"hyper_connections": {"streams": 4}}, "streams"),
+    ],
+)
+def test_layers_that_cannot_be_are_an_error(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        small_config(**changes)
+
+
+def test_every_layer_has_its_own_window_and_feed_forward_part():
+    config = small_config(
+        sliding_window=6,
+        layer_types=("sliding_attention", "full_attention"),
+        moe=MOE,
+        mlp_layer_types=("dense", "sparse"),
+    )
+    assert [config.window_of(layer) for layer in range(2)] == [6, None]
+    assert [config.is_sparse(layer) for layer in range(2)] == [False, True]
+    everywhere = small_config(sliding_window=6, moe=MOE)
+    assert everywhere.layer_types == ("sliding_attention",) * 2
+    assert everywhere.mlp_layer_types == ("sparse",) * 2
+
+
 def test_the_vocabulary_is_reduced_only_below_the_tokens_in_use():
     assert not small_config().has_reduced_vocabulary
     assert not small_config(valid_vocab_size=50).has_reduced_vocabulary
@@ -38,5 +73,5 @@ def test_a_token_has_one_feature_of_all_captured_layers():
 
 
 def test_a_shape_survives_json():
-    config = small_config(sliding_window=6)
+    config = small_config(sliding_window=6, moe=MOE, hyper_connections=HYPER)
     assert DrafterConfig.model_validate_json(config.model_dump_json()) == config

@@ -22,11 +22,12 @@ from random_drafter import VARIANTS, random_batch, random_drafter, small_config
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspec"
 VOCABULARY, HIDDEN = 61, 16
 # What each engine cannot load, by the name of the variant.
+OURS = {"anchor_fusion", "moe", "hyper_connections", "production"}
 REFUSED = {
-    "deepspec": {"anchor_fusion", "sliding_window"},
-    "sglang": {"anchor_fusion", "sliding_window", "learned_mask", "embeddings"},
-    "vllm": {"anchor_fusion"},
-    "speculators": {"anchor_fusion"},
+    "deepspec": OURS | {"sliding_window", "mixed_windows"},
+    "sglang": OURS | {"sliding_window", "mixed_windows", "learned_mask", "embeddings"},
+    "vllm": set(OURS),
+    "speculators": set(OURS),
 }
 SHAPES = VARIANTS | {
     "learned_mask": {"learned_mask_embedding": True},

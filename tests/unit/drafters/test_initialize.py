@@ -185,6 +185,29 @@ def test_a_warm_started_drafter_is_finite_on_real_states(plain: tuple[Any, Any],
     assert output.logits.abs().max() < 1e4
 
 
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "routed_scaling_factor": 2.0}
+
+
+def test_hyper_connections_and_experts_start_as_the_plain_drafter_does(plain: tuple[Any, Any]):
+    dense = drafter_for(*plain, warm_start=True).backbone
+    # A shared and a routed expert together are as wide as the target's layer.
+    wide = drafter_for(*plain, warm_start=True, moe=EXPERTS, hyper_connections={"hc_mult": 4}).backbone
+    features = torch.randn(1, 16, dense.config.feature_size, generator=torch.Generator().manual_seed(2))
+    input_ids = torch.randint(3, 300, (1, 16), generator=torch.Generator().manual_seed(1))
+    batch = BlockBatch(input_ids, features, torch.tensor([[4, 9]]), torch.ones(1, 2, dtype=torch.bool))
+    found, expected = wide.block_states(batch), dense.block_states(batch)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
+def test_the_choice_of_layers_reaches_the_drafters_config(plain: tuple[Any, Any]):
+    shape = {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"], "moe": EXPERTS}
+    config = drafter_for(*plain, **shape, mlp_layer_types=["sparse", "dense"], hyper_connections={"hc_mult": 2}).config
+    assert [config.window_of(layer) for layer in range(2)] == [None, 16]
+    assert [config.is_sparse(layer) for layer in range(2)] == [True, False]
+    assert config.hyper_connections is not None
+    assert config.hyper_connections.hc_mult == 2
+
+
 def test_a_warm_start_from_layers_with_bias_says_how_to_do_without():
     target = small_model("qwen2")
     with pytest.raises(

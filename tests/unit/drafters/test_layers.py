@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from dense_attention import dense_attention, seen_context
-from dspark.drafters.layers import DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding, rotate
+from dspark.drafters.layers import DraftAttention, DraftLayer, RMSNorm, RotaryEmbedding, SwiGLU, rotate
 from random_drafter import small_config
 
 LLAMA3 = {
@@ -102,7 +102,7 @@ def test_rms_norm_is_that_of_transformers():
 
 def test_a_layer_adds_to_its_input_twice():
     config = small_config()
-    layer, rotary = DraftLayer(config), RotaryEmbedding(config)
+    layer, rotary = DraftLayer(config, SwiGLU(config)), RotaryEmbedding(config)
     h = torch.randn(1, 2, 4, 16)
     context_kv = layer.self_attn.keys_values(torch.randn(1, 5, 16), *rotary(torch.arange(5)))
     with torch.no_grad():

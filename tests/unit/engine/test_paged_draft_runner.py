@@ -118,6 +118,28 @@ def test_more_than_the_block_is_refused():
         pair.paged.propose(pair.requests(pair.memories[:1], max_tokens=5))
 
 
+def test_layers_with_a_window_keep_no_more_than_a_ring_however_long_the_context_is():
+    pair = Pair(sliding_window=6)
+    for num_tokens in (1, 20, 2):  # more at once than the ring of 5 + 4 holds
+        pair.extend(0, num_tokens)
+        found, expected = (
+            pair.paged.propose(pair.requests(pair.memories[:1])),
+            pair.twin.propose(pair.requests(pair.states[:1])),
+        )
+        assert torch.equal(found[0].token_ids, expected[0].token_ids)
+        torch.testing.assert_close(found[0].confidence_logits, expected[0].confidence_logits, atol=1e-4, rtol=1e-4)
+    assert pair.paged.kv_cache.num_bytes == 0
+    ring = pair.memories[0].ring
+    assert ring is not None
+    assert [tuple(keys.shape) for keys in ring.keys] == [(2, 9, 8)] * 2
+
+
+def test_only_layers_that_see_all_context_take_room_in_pages():
+    pair = Pair(sliding_window=6, layer_types=("sliding_attention", "full_attention"))
+    assert len(pair.paged.kv_cache.keys) == 1
+    assert len(pair.memories[0].ring.keys) == 1
+
+
 def test_features_of_a_request_that_is_not_drafted_for_do_not_pile_up():
     pair = Pair()
     pair.memories[0] = DraftMemory(PageTable(list(range(32)), 32))

@@ -75,8 +75,17 @@ def rounds_of(rows: list[dict]) -> list[list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"architecture": "dflash"}, {"anchor_fusion": True, "sliding_window": 8, "draft_vocab_size": 310}],
-    ids=["dspark", "dflash", "extensions"],
+    [
+        {},
+        {"architecture": "dflash"},
+        {"anchor_fusion": True, "sliding_window": 8, "draft_vocab_size": 310},
+        {
+            "sliding_window": 16,
+            "moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+            "hyper_connections": {"hc_mult": 4},
+        },
+    ],
+    ids=["dspark", "dflash", "extensions", "production"],
 )
 def test_greedy_rounds_are_exactly_those_of_the_reference_loop(tmp_path, tiny_target, shape):
     folder = make_tiny_drafter(tmp_path, tiny_target, **shape)

@@ -97,9 +97,7 @@ def test_a_failure_the_user_can_act_on_is_one_line(config_file: str, capsys: pyt
     assert capsys.readouterr().err == "error: no answers in runs/demo; run jobs/generate.py first\n"
 
 
-def test_an_interrupted_job_says_in_one_line_how_to_go_on(
-    config_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_job_says_in_one_line_how_to_go_on(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object, **__: object) -> dict[str, Any]:
         raise KeyboardInterrupt
 

@@ -39,6 +39,12 @@ def test_phases_that_do_not_ascend_to_the_end_are_an_error(ends: list[float]):
         ({"steps": 0}, "steps = 0"),
         ({"precision": "float16"}, "precision = 'float16'"),
         ({"zero_stage": 3}, "zero_stage = 3"),
+        ({"expert_parallel_size": 2, "num_workers": 3}, "expert_parallel_size 2 does not divide num_workers 3"),
+        ({"expert_parallel_size": 2, "num_workers": 2, "zero_stage": 0}, "expert_parallel_size 2 needs zero_stage 1"),
+        (
+            {"drafter": {"moe": {"n_routed_expert": 4}}},
+            "'drafter.moe.n_routed_expert'; did you mean 'n_routed_experts'",
+        ),
         ({"drafter": {"block_sise": 5}}, "unknown key 'drafter.block_sise'; did you mean 'block_size'"),
         ({"drafter": {"architecture": "eagle"}}, "drafter.architecture = 'eagle'"),
     ],

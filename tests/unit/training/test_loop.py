@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from dspark.config import build_config
 from dspark.data.target_cache import CachedSample, TargetCacheWriter
 from dspark.drafters.checkpoint import load_drafter, save_drafter
+from dspark.drafters.moe import routers
 from dspark.errors import TrainingDiverged
 from dspark.training import loop as loop_module
 from dspark.training.config import TrainConfig
 from dspark.training.loop import TrainLoop
 from dspark.training.progress import read_history
-from random_drafter import random_drafter, random_sample
+from random_drafter import VARIANTS, random_drafter, random_sample
 
 SHAPE = random_drafter(draft_vocab_size=40).config
 
@@ -80,14 +81,16 @@ def samples_of(count: int) -> list[CachedSample]:
     return [random_sample(SHAPE, f"s{k}", 14 + k, seed=k) for k in range(count)]
 
 
-def loop_over(folder: Path, samples: list[CachedSample], *, heldout: int = 0, **changes: Any) -> TrainLoop:
+def loop_over(
+    folder: Path, samples: list[CachedSample], *, heldout: int = 0, shape: Any = None, **changes: Any
+) -> TrainLoop:
     """A loop over a cache of these samples, the last `heldout` of them held out."""
     writer = TargetCacheWriter(folder / "cache")
     writer.begin({}, fresh=False)
     first_heldout = len(samples) - heldout
     writer.write_shard(0, ((s, "heldout" if k >= first_heldout else "train", "chat") for k, s in enumerate(samples)))
     writer.finish({}, 1, {})
-    save_drafter(random_drafter(draft_vocab_size=40), folder / "initial", dtype=torch.float32)
+    save_drafter(random_drafter(draft_vocab_size=40, **shape or {}), folder / "initial", dtype=torch.float32)
     content = {
         "cache": str(folder / "cache"),
         "output": str(folder),
@@ -195,6 +198,28 @@ def test_held_out_figures_do_not_depend_on_the_size_of_micro_batches(tmp_path: P
         found.append(loop._validate())
     assert found[0] == pytest.approx(found[1], abs=1e-5)
     assert found[0]["tokens"] == sum(14 + k for k in range(2, 7))
+
+
+@pytest.mark.parametrize("balancing", [{"topk_method": "noaux_tc"}, {"topk_method": "greedy", "aux_loss_alpha": 0.1}])
+def test_experts_are_balanced_and_their_loads_logged_however_a_step_is_cut(
+    tmp_path: Path, alone: list[dict[str, Any]], balancing: dict[str, Any]
+):
+    shape = VARIANTS["production"] | {"moe": VARIANTS["production"]["moe"] | balancing}
+    found = []
+    for size, folder in ((4, tmp_path / "a"), (1, tmp_path / "b")):
+        loop = loop_over(folder, samples_of(6), heldout=2, shape=shape, sequences_per_micro_batch=size)
+        loop.run()
+        found.append([row for row in read_history(folder) if "heldout" not in row])
+        router = routers(loop.drafter)[0]
+        assert (router.e_score_correction_bias is None) == (balancing["topk_method"] == "greedy")
+        if router.e_score_correction_bias is not None:
+            assert bool(router.e_score_correction_bias.any())
+    for one, other in zip(*found, strict=True):
+        assert sum(one["expert_loads"][0]) == 4 * 3 * 4 * 2  # sequences, anchors, slots, experts per token
+        assert one["expert_loads"] == other["expert_loads"]
+        assert one["expert_load_max_0"] >= 1.0 >= one["expert_load_min_0"]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
 
 
 def test_without_held_out_samples_there_is_no_validation(tmp_path: Path, alone: list[dict[str, Any]]):
