@@ -22,6 +22,7 @@ from dspark.evaluation.http_load import HttpLoad
 from dspark.evaluation.load import BenchmarkConfig, EngineLoad, Load
 from dspark.evaluation.profiling import fingerprint_of
 from dspark.provenance import file_sha256, fingerprint, git_revision, read_json, write_json
+from dspark.storage import locate
 from dspark.targets import target_identity
 
 BENCHMARK = "benchmark.json"
@@ -74,7 +75,7 @@ def _request(config: BenchmarkConfig, prompts: Sequence[Prompt]) -> dict[str, An
     if config.drafter != NGRAM:
         check_drafter(config.drafter, target)
         names = (*DRAFTER_FILES[:2], CALIBRATION, COST_CURVE)
-        paths = {name: Path(config.drafter) / name for name in names}
+        paths = {name: locate(config.drafter) / name for name in names}
         files = {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
     return request | {
         "target": target_identity(target),

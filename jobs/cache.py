@@ -5,7 +5,6 @@ import logging
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import runner
@@ -16,6 +15,7 @@ from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cach
 from dspark.data.target_cache import MANIFEST, TargetCacheWriter
 from dspark.errors import DsparkError
 from dspark.provenance import read_json, require_same
+from dspark.storage import Location, absolute, locate
 from dspark.targets import TargetConfig, load_target_config, target_identity
 
 log = logging.getLogger("dspark.cache")
@@ -39,7 +39,7 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
         "chat": answers.chat,
         "target_layer_ids": list(layer_ids),
     } | config.model_dump(include={"dtype", "max_length", "min_loss_tokens", "max_cache_bytes", "shard_tokens", "seed"})
-    folder = Path(config.output).resolve()
+    folder = locate(absolute(config.output))
     writer = TargetCacheWriter(folder)
     if not fresh and not dry_run and (folder / MANIFEST).is_file():
         writer.begin(request, fresh=False)
@@ -77,7 +77,7 @@ def _capture(
     layer_ids: tuple[int, ...],
     plan: CachePlan,
     missing: list[int],
-    folder: Path,
+    folder: Location,
 ) -> int:
     """Tokens captured."""
     import ray  # heavy, and not needed for --dry-run

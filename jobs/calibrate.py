@@ -24,7 +24,9 @@ from dspark.evaluation.config import CalibrateConfig
 from dspark.provenance import fingerprint, git_revision, read_json, write_json
 from dspark.speculation.calibration import MODES, Calibration, SlotScales
 from dspark.speculation.calibration_fit import MIN_ROUNDS
+from dspark.storage import locate
 from dspark.tracking import Run
+from dspark.transfer import local_file
 
 REPORT = "calibration_report.json"
 
@@ -58,17 +60,17 @@ def run(config: CalibrateConfig, *, fresh: bool = False, dry_run: bool = False) 
         path = Path(config.output).resolve() / REPORT
         calibration = _calibration(config, plan, report)
         write_json(path, report)
-        calibration.save(Path(plan.subject.drafter) / CALIBRATION)
+        calibration.save(locate(plan.subject.drafter) / CALIBRATION)
         print(format_calibration(report), flush=True)
         _track(tracked, report)
-        for artifact in (path, Path(plan.subject.drafter) / CALIBRATION):
+        for artifact in (path, local_file(locate(plan.subject.drafter) / CALIBRATION)):
             tracked.log_artifact(artifact)
     return _result(config, plan, report)
 
 
 def _block_size(drafter: str) -> int:
     """Raises: ValueError for a drafter that has no confidences to calibrate."""
-    shape = from_deepspec(read_json(Path(drafter) / "config.json"))
+    shape = from_deepspec(read_json(locate(drafter) / "config.json"))
     if not shape.enable_confidence_head:
         raise ValueError(
             f"drafter {drafter} has no confidence head, so there is nothing to calibrate; train one with "
@@ -97,7 +99,7 @@ def _earlier_report(config: CalibrateConfig, plan: evaluate.Plan, request: str) 
         return None
     report: dict[str, Any] = read_json(path)
     try:
-        stored = Calibration.load(Path(plan.subject.drafter) / CALIBRATION)
+        stored = Calibration.load(locate(plan.subject.drafter) / CALIBRATION)
     except ValueError as broken:
         log.warning("%s", broken)
         return None
@@ -180,7 +182,7 @@ def _result(config: CalibrateConfig, plan: evaluate.Plan, report: dict[str, Any]
     return {
         "stage": "calibrate",
         "output": config.output,
-        "calibration": str(Path(config.drafter) / CALIBRATION),
+        "calibration": str(locate(config.drafter) / CALIBRATION),
         **plan.counts,
         "halves": report["prompts"],
         "rounds": {mode: content["rounds"] for mode, content in modes.items()},

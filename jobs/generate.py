@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import runner
@@ -12,6 +12,7 @@ from dspark.chat import require_renderable
 from dspark.data.answers import AnswerStore, GenerateConfig, resolve_sampling
 from dspark.data.prompts import Prompt, PromptSet, read_prompts
 from dspark.engine.sampling import SamplingParams
+from dspark.storage import absolute
 from dspark.targets import load_tokenizer, target_identity
 
 log = logging.getLogger("dspark.generate")
@@ -19,7 +20,7 @@ log = logging.getLogger("dspark.generate")
 
 def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Write the answers that are missing; returns their counts."""
-    config = config.with_changes(output=str(Path(config.output).resolve()))  # workers have a folder of their own
+    config = config.with_changes(output=absolute(config.output))  # workers have a folder of their own
     prompt_set = read_prompts(
         config.prompts, seed=config.seed, heldout_fraction=config.heldout_fraction, limit=config.limit
     )
@@ -34,6 +35,8 @@ def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -
         "sampling": sampling.model_dump() | {"max_new_tokens": config.sampling.max_new_tokens},
         "seed": config.seed,
     }
+    if config.backend.kind == "openai":
+        request["backend"] = config.backend.model_dump(include={"kind", "model", "retokenize", "extra_body"})
     store = AnswerStore(config.output)
     if fresh:
         store.clear()
@@ -61,7 +64,37 @@ def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -
 
 
 def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Prompt], run_token: str) -> int:
-    """Answer the prompts on the cluster. Returns tokens generated."""
+    """Answer the prompts. Returns tokens generated."""
+    answer = _ask_endpoints if config.backend.kind == "openai" else _run_workers
+    started, num_rows, num_tokens = time.monotonic(), 0, 0
+    for part_rows, part_tokens in answer(config, sampling, prompts, run_token):
+        num_rows += part_rows
+        num_tokens += part_tokens
+        speed = num_tokens / (time.monotonic() - started)
+        log.info("%d of %d rows, %d tokens, %.0f tokens/s", num_rows, len(prompts), num_tokens, speed)
+    return num_tokens
+
+
+def _ask_endpoints(
+    config: GenerateConfig, sampling: SamplingParams, prompts: list[Prompt], run_token: str
+) -> Iterator[tuple[int, int]]:
+    """Answer the prompts through servers, from this process: the work is theirs. Rows and tokens of each part."""
+    from dspark.data.endpoint_decoder import EndpointDecoder
+    from dspark.data.regeneration import Answerer, decode_rules  # loads torch
+
+    tokenizer = load_tokenizer(config.target)
+    rules = decode_rules(config, sampling, tokenizer)
+    with EndpointDecoder(config.backend, rules, tokenizer, config.chat) as decoder:
+        # A conversation may wait for its next turn to be sent: twice as many keep every place busy.
+        answerer = Answerer(config, decoder, tokenizer, run_token, max_open=2 * decoder.capacity)
+        for part in answerer.answer(prompts):
+            yield sum(part["rows"]), sum(part["tokens"])
+
+
+def _run_workers(
+    config: GenerateConfig, sampling: SamplingParams, prompts: list[Prompt], run_token: str
+) -> Iterator[tuple[int, int]]:
+    """Answer the prompts on the cluster. Rows and tokens of each part."""
     import ray  # heavy, and not needed for --dry-run
 
     from dspark.data.regeneration import AnswerWorker, deal, task_json  # loads torch
@@ -80,13 +113,8 @@ def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Pr
         num_cpus=1,
         num_gpus=runner.gpus_per_worker(config.gpus_per_worker),
     )
-    started, num_rows, num_tokens = time.monotonic(), 0, 0
     for part in parts.iter_rows():
-        num_rows += int(part["rows"])
-        num_tokens += int(part["tokens"])
-        speed = num_tokens / (time.monotonic() - started)
-        log.info("%d of %d rows, %d tokens, %.0f tokens/s", num_rows, len(prompts), num_tokens, speed)
-    return num_tokens
+        yield int(part["rows"]), int(part["tokens"])
 
 
 def _plan(config: GenerateConfig, prompt_set: PromptSet) -> dict[str, Any]:
@@ -108,6 +136,8 @@ def _print_plan(config: GenerateConfig, prompt_set: PromptSet, sampling: Samplin
     plan = _plan(config, prompt_set)
     sizes = f"{plan['prompts']:,} prompts of {plan['read']:,} rows, {plan['turns']:,} turns"
     print(f"answers: {sizes} by {config.target.name}")
+    for url in config.backend.base_urls:
+        print(f"  served as {config.backend.model} at {url}, {config.backend.concurrency} requests at once")
     for group, count in plan["by_domain_and_split"].items():
         print(f"  {group}: {count:,}")
     for reason, count in plan["rejected"].items():
@@ -125,6 +155,7 @@ def _result(config: GenerateConfig, manifest: dict[str, Any]) -> dict[str, Any]:
         "ok": counts["ok"],
         "empty": counts["empty"],
         "errors": counts["error"],
+        "errors_by_reason": manifest.get("errors", {}),
         "rejected": counts["rejected"],
         "tokens": counts["tokens"],
         "finish_length": counts["finish_length"],

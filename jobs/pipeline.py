@@ -26,6 +26,7 @@ from dspark.evaluation.questions import AskConfig
 from dspark.evaluation.report import write_report
 from dspark.provenance import read_json, write_json
 from dspark.serving.deployment_file import DeploymentFile
+from dspark.storage import absolute
 from dspark.training.config import TrainConfig
 from dspark.training.progress import read_history
 
@@ -116,7 +117,7 @@ def check_joints(configs: dict[str, Any]) -> None:
     """Raises: Mismatch when a stage does not read what the stage before it writes."""
     for reader, key, writer in JOINTS:
         reads, writes = getattr(configs[reader], key), configs[writer].output
-        if Path(reads).resolve() != Path(writes).resolve():
+        if absolute(reads) != absolute(writes):
             raise Mismatch(
                 f"{reader}.{key} is {reads} but {writer}.output is {writes}; the stages must share one folder"
             )

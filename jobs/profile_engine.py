@@ -14,6 +14,7 @@ from dspark.engine.loading import COST_CURVE
 from dspark.evaluation.profiling import ProfileConfig, Samples, measure, measured_survival, open_timer, verify_budgets
 from dspark.provenance import fingerprint, git_revision, read_json, write_json
 from dspark.speculation.cost_curve import CostCurve
+from dspark.storage import Location, locate
 from dspark.targets import TargetConfig
 
 PROFILE = "profile.json"
@@ -28,7 +29,7 @@ def run(config: ProfileConfig, *, fresh: bool = False, dry_run: bool = False) ->
     target = config.target_config()
     request = config.request(target)
     output = Path(config.output).resolve()
-    curve_path = (Path(str(config.drafter)) if config.has_drafter else output) / COST_CURVE
+    curve_path = (locate(str(config.drafter)) if config.has_drafter else output) / COST_CURVE
     _print_plan(config, target, curve_path)
     if dry_run:
         return {"stage": "profile_engine", "output": config.output, "curve": str(curve_path), "dry_run": True}
@@ -114,7 +115,7 @@ def _budgets(config: ProfileConfig, curve: CostCurve) -> dict[str, Any]:
     }
 
 
-def _result(config: ProfileConfig, profile: dict[str, Any], curve_path: Path, seconds: float) -> dict[str, Any]:
+def _result(config: ProfileConfig, profile: dict[str, Any], curve_path: Location, seconds: float) -> dict[str, Any]:
     num_tokens = sum(row["batch_tokens"] for row in profile["steps"]) * (config.repeats + 1)
     return {
         "stage": "profile_engine",
@@ -134,7 +135,7 @@ def _result_lengths(profile: dict[str, Any]) -> dict[str, Any]:
     return {"verify_length": {str(row["requests"]): round(row["verify_length"], 3) for row in rows}}
 
 
-def _is_measured(profile_path: Path, curve_path: Path, request: dict[str, Any]) -> bool:
+def _is_measured(profile_path: Path, curve_path: Location, request: dict[str, Any]) -> bool:
     """Whether the last profile was made for the same request and its curve is where it belongs."""
     if not profile_path.is_file() or not curve_path.is_file():
         return False
@@ -153,7 +154,7 @@ def _spread(row: dict[str, float]) -> str:
     return f"{row['low_ms']:.2f} .. {row['high_ms']:.2f}"
 
 
-def _print_plan(config: ProfileConfig, target: TargetConfig, curve_path: Path) -> None:
+def _print_plan(config: ProfileConfig, target: TargetConfig, curve_path: Location) -> None:
     num_points = len(config.shapes) + (len(config.draft_requests) if config.has_drafter else 0)
     num_tokens = sum(shape.num_tokens for shape in config.shapes) * (config.repeats + 1)
     print(

@@ -2,21 +2,22 @@
 
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 import runner
 from dspark.data.target_cache import TargetCache
 from dspark.provenance import read_json, write_json
+from dspark.storage import absolute, locate
 from dspark.tracking import resolve_uri
 from dspark.training.config import TrainConfig
+from dspark.transfer import local_file
 
 log = logging.getLogger("dspark.train")
 
 
 def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Train to the last step, or go on from the last checkpoint; returns the figures."""
-    config = config.with_changes(cache=str(Path(config.cache).resolve()), output=str(Path(config.output).resolve()))
+    config = config.with_changes(cache=absolute(config.cache), output=absolute(config.output))
     cache = TargetCache(config.cache)
     samples = len(cache.indices("train"))
     plan = {
@@ -32,7 +33,7 @@ def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> d
         return plan | {"dry_run": True}
     from dspark.training.trainer import RESULT, fit, prepare  # imports Ray Train, slow
 
-    output = Path(config.output)
+    output = locate(config.output)
     initial = prepare(config, cache, fresh=fresh)
     if (output / RESULT).is_file():
         log.info("training run %s is complete", output)
@@ -43,7 +44,7 @@ def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> d
         runner.start_ray()
         result = fit(config, initial, tracking_uri=tracked.uri or resolve_uri(config.tracking), run_id=tracked.run_id)
         for name in ("config.json", "provenance.json", "history.jsonl", "model.safetensors"):
-            tracked.log_artifact(output / name, "drafter")
+            tracked.log_artifact(local_file(output / name), "drafter")
     return result
 
 

@@ -16,7 +16,6 @@ PROMPT_TOKENS = 6
 
 def make_tiny_cache(folder: str | Path, target_folder: str | Path, *, train: int = 12, heldout: int = 3) -> TargetCache:
     """Write a cache of `train` + `heldout` samples of 26 and more tokens in two shards into `folder`; opens it."""
-    folder = Path(folder)
     target_config = TargetConfig(name=str(target_folder), dtype="float32", device="cpu")
     worker = CaptureWorker(target_config.model_dump(), LAYER_IDS, str(folder), batch_tokens=2000, threads=1)
     planned = _planned(target_config, train, heldout)

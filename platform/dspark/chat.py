@@ -44,10 +44,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     A system turn of the conversation's own wins over `chat.system_prompt`. Raises: ValueError with the template's
     reason if it refuses the conversation, or if there is no template.
     """
-    conversation = [dict(message) for message in messages]
-    has_system = any(message["role"] == "system" for message in conversation)
-    if chat.system_prompt is not None and not has_system:
-        conversation.insert(0, {"role": "system", "content": chat.system_prompt})
+    conversation = with_system_prompt(messages, chat)
     if tokenizer.chat_template is None:
         raise ValueError(f"target {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned target")
     try:
@@ -57,6 +54,15 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"chat template refuses the conversation: {one_line(error)}") from error
     return list(encoded["input_ids"])
+
+
+def with_system_prompt(messages: Sequence[Message], chat: ChatConfig) -> list[dict[str, str]]:
+    """The conversation as a template gets it: `chat.system_prompt` first, unless it has a system turn of its own."""
+    conversation = [dict(message) for message in messages]
+    has_system = any(message["role"] == "system" for message in conversation)
+    if chat.system_prompt is not None and not has_system:
+        conversation.insert(0, {"role": "system", "content": chat.system_prompt})
+    return conversation
 
 
 def training_sequences(turns: Iterable[Mapping[str, Any]]) -> list[TokenSequence]:

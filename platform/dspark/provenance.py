@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import Mismatch
+from dspark.storage import Location, RemotePath, locate
 
 FINGERPRINT_LENGTH = 16
 
@@ -21,10 +22,11 @@ def fingerprint(content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_LENGTH]
 
 
-def file_sha256(path: str | Path) -> str:
+def file_sha256(path: str | Location) -> str:
     """Hex SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
-    with open(path, "rb") as stream:
+    place = locate(path)
+    with place.open_stream() if isinstance(place, RemotePath) else open(place, "rb") as stream:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -40,15 +42,18 @@ def git_revision() -> str | None:
         return None
 
 
-def write_json(path: str | Path, content: Any) -> None:
+def write_json(path: str | Location, content: Any) -> None:
     """Write JSON so that a reader sees the old file or the new one, never half of it."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     write_bytes(path, (text + "\n").encode())
 
 
-def write_bytes(path: str | Path, content: bytes) -> None:
+def write_bytes(path: str | Location, content: bytes) -> None:
     """Write a file so that a reader sees the old file or the new one, never half of it."""
-    path = Path(path)
+    path = locate(path)
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
@@ -77,9 +82,9 @@ def temporary_sibling(path: Path) -> Path:
     return path.with_name(f".tmp-{os.getpid()}-{os.urandom(4).hex()}-{path.name}")
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | Location) -> Any:
     """The content of a JSON file."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    return json.loads(locate(path).read_text(encoding="utf-8"))
 
 
 def require_same(what: str, expected: dict[str, Any], found: dict[str, Any], *, remedy: str) -> None:

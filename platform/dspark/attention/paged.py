@@ -96,7 +96,7 @@ def _mask(batch: FlatBatch, index: int, sliding_window: int | None, queries: Ten
     piece = batch.pieces[index]
     if len(piece.token_ids) == 1:
         return None
-    key = (index, sliding_window)
+    key = (index, sliding_window, queries.device)
     if key not in batch.masks:
         first = 0 if sliding_window is None else max(0, piece.start - sliding_window + 1)
         batch.masks[key] = causal_mask(

@@ -5,48 +5,28 @@ selection.json (ids that belong to the set), manifest.json (the set is complete)
 """
 
 import json
-import logging
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pydantic
 from pydantic import Field
 
 from dspark.chat import ChatConfig
 from dspark.config import Config
+from dspark.data.answer_parts import STATUSES, read_rows, readable_ids, summarise, write_part
+from dspark.data.backend import BackendConfig
 from dspark.data.prompts import Prompt, PromptSet, PromptSource
 from dspark.engine.sampling import SamplingParams
-from dspark.errors import DsparkError, Mismatch, MissingInput, one_line
-from dspark.provenance import fingerprint, read_json, require_same, temporary_sibling, write_bytes, write_json
+from dspark.errors import DsparkError, Mismatch, MissingInput
+from dspark.provenance import read_json, require_same, write_bytes, write_json
+from dspark.storage import Location, locate
 from dspark.targets import TargetConfig, default_sampling
 from dspark.tracking import TrackingConfig
 
 FORMAT = 1
-STATUSES = ("ok", "empty", "error")
 REMEDY = "use the settings it was made with, another output, or --fresh"
-
-MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-TURN = pa.struct(
-    [("prompt_ids", pa.list_(pa.int32())), ("output_ids", pa.list_(pa.int32())), ("finish_reason", pa.string())]
-)
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("domain", pa.string()),
-        ("split", pa.string()),
-        ("status", pa.string()),
-        ("error", pa.string()),
-        ("messages", pa.list_(MESSAGE)),
-        ("turns", pa.list_(TURN)),
-    ]
-)
-
-log = logging.getLogger("dspark.generate")
 
 
 class AnswerSampling(Config):
@@ -65,8 +45,10 @@ class GenerateConfig(Config):
 
     prompts: tuple[PromptSource, ...] = Field(min_length=1)
     target: TargetConfig
+    backend: BackendConfig = BackendConfig()
+    """Who answers; the target itself on this cluster, or servers that hold it."""
     output: str
-    """Folder of the answers; a later run with the same settings resumes there."""
+    """Folder of the answers, a path or a URI; a later run with the same settings resumes there."""
     limit: int | None = Field(None, ge=1)
     """Answer a sample of this many prompts, in proportion to the sources."""
     chat: ChatConfig = ChatConfig()
@@ -87,6 +69,14 @@ class GenerateConfig(Config):
     """Rows a worker writes at once: a killed run loses at most this many finished ones per worker."""
     tracking: TrackingConfig = TrackingConfig()
 
+    @pydantic.model_validator(mode="after")
+    def _require_effect(self) -> "GenerateConfig":
+        if self.backend.kind == "openai":
+            for name in ("batch_size", "max_kv_tokens", "num_workers", "threads_per_worker", "gpus_per_worker"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} has no effect with backend.kind openai; set backend.concurrency instead")
+        return self
+
 
 def resolve_sampling(config: GenerateConfig) -> SamplingParams:
     """The sampling in force: the config's, where it says something, over the target's."""
@@ -104,8 +94,8 @@ def resolve_sampling(config: GenerateConfig) -> SamplingParams:
 class AnswerStore:
     """Writes a set of answers. Of two runs on one folder, the later one goes on and the earlier one fails."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Location) -> None:
+        self.folder = locate(folder)
         self.parts = self.folder / "parts"
 
     @property
@@ -138,34 +128,23 @@ class AnswerStore:
             for path in self.parts.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    def write_part(self, rows: Sequence[Mapping[str, Any]], *, run: str) -> Path:
+    def write_part(self, rows: Sequence[Mapping[str, Any]], *, run: str) -> Location:
         """Write rows as one part. Raises: DsparkError if another run has taken the folder."""
-        path = self.parts / f"part-{fingerprint(sorted(row['id'] for row in rows))}.parquet"
-        temporary = temporary_sibling(path)
-        try:
-            pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), temporary, compression="zstd")
+
+        def require_own() -> None:
             if read_json(self.folder / "run.json")["run"] != run:
                 raise DsparkError(f"another run has taken over {self.folder}; wait for it or use another output")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+
+        return write_part(self.parts, rows, before_commit=require_own)
 
     def done_ids(self) -> set[str]:
         """Ids that have a row. A part that cannot be read is removed, so that its rows are made again."""
-        ids: set[str] = set()
-        for path in sorted(self.parts.glob("part-*.parquet")):
-            try:
-                ids.update(pq.read_table(path, columns=["id"], partitioning=None)["id"].to_pylist())
-            except (pa.ArrowException, OSError) as error:
-                log.warning("removed unreadable part %s: %s", path.name, one_line(error))
-                path.unlink(missing_ok=True)
-        return ids
+        return readable_ids(self.parts)
 
     def check_unchanged(self, prompts: Sequence[Prompt]) -> None:
         """Raises: Mismatch naming the first prompt whose stored row answers something else under the same id."""
         wanted = {prompt.id: prompt for prompt in prompts}
-        for row in _read_parts(self.parts, columns=["id", "domain", "split", "messages"]):
+        for row in read_rows(self.parts, columns=["id", "domain", "split", "messages"]):
             prompt = wanted.get(row["id"])
             if prompt is None:
                 continue
@@ -185,16 +164,15 @@ class AnswerStore:
         Raises: DsparkError if a row is missing or double, or if more than half of the rows are errors.
         """
         ids = [prompt.id for prompt in prompt_set.prompts]
-        counts, content = _summarise(self.parts, set(ids))
-        counts |= {
+        content = summarise(self.parts, set(ids))
+        counts = content.counts | {
             "rejected": len(prompt_set.rejected),
             "over_limit": prompt_set.num_over_limit,
             "read": prompt_set.num_read,
         }
         if counts["error"] * 2 > len(ids):
-            raise DsparkError(
-                f"{counts['error']} of {len(ids)} prompts ended with an error, the first: {content.first_error}"
-            )
+            reason = next(iter(content.errors))
+            raise DsparkError(f"{counts['error']} of {len(ids)} prompts ended with an error, mostly: {reason}")
         write_json(self.folder / "selection.json", {"ids": ids})
         manifest = {
             "format": FORMAT,
@@ -203,6 +181,7 @@ class AnswerStore:
             "request": request,
             "prompts": prompt_set.fingerprint,
             "counts": counts,
+            "errors": content.errors,
         } | extra
         write_json(self.folder / "manifest.json", manifest)
         return manifest
@@ -212,7 +191,7 @@ class AnswerStore:
 class AnswerSet:
     """A complete set of answers."""
 
-    folder: Path
+    folder: Location
     manifest: dict[str, Any]
 
     @property
@@ -237,14 +216,14 @@ class AnswerSet:
     def rows(self, *, statuses: Collection[str] = STATUSES) -> Iterator[dict[str, Any]]:
         """Rows as plain dictionaries, each id once; `statuses` picks by outcome (train on "ok" alone)."""
         selected = set(read_json(self.folder / "selection.json")["ids"])
-        for row in _read_parts(self.folder / "parts"):
+        for row in read_rows(self.folder / "parts"):
             if row["id"] in selected and row["status"] in statuses:
                 yield row
 
 
-def read_answers(folder: str | Path) -> AnswerSet:
+def read_answers(folder: str | Location) -> AnswerSet:
     """The answers in a folder. Raises: MissingInput if there are none or the set is not complete."""
-    folder = Path(folder)
+    folder = locate(folder)
     manifest = AnswerStore(folder).manifest
     if manifest is None:
         state = "incomplete" if (folder / "request.json").is_file() else "not found"
@@ -254,38 +233,3 @@ def read_answers(folder: str | Path) -> AnswerSet:
             f"answers {folder} have format {manifest.get('format')!r}, not {FORMAT}; make them again with --fresh"
         )
     return AnswerSet(folder, manifest)
-
-
-@dataclass(frozen=True)
-class _Content:
-    fingerprint: str
-    first_error: str | None
-
-
-def _summarise(parts: Path, wanted: set[str]) -> tuple[dict[str, int], _Content]:
-    """Counts over the wanted rows, and their content. Raises: DsparkError for a missing or double row."""
-    found: dict[str, str] = {}
-    first_error = None
-    counts = Counter(dict.fromkeys((*STATUSES, "tokens", "finish_length", "surplus"), 0))
-    for row in _read_parts(parts):
-        if row["id"] not in wanted:
-            counts["surplus"] += 1
-            continue
-        if row["id"] in found:
-            raise DsparkError(f"two answers to prompt {row['id']!r} in {parts}; remove one of its parts and run again")
-        found[row["id"]] = fingerprint([row["status"], row["turns"]])
-        counts[row["status"]] += 1
-        counts["tokens"] += sum(len(turn["output_ids"]) for turn in row["turns"])
-        counts["finish_length"] += any(turn["finish_reason"] == "length" for turn in row["turns"])
-        first_error = first_error or row["error"]
-    missing = wanted - found.keys()
-    if missing:
-        raise DsparkError(
-            f"{len(missing)} prompts have no answer in {parts}, such as {min(missing)!r}; run the job again"
-        )
-    return dict(counts), _Content(fingerprint(sorted(found.items())), first_error)
-
-
-def _read_parts(parts: Path, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    for path in sorted(parts.glob("part-*.parquet")):
-        yield from pq.read_table(path, columns=columns, partitioning=None).to_pylist()

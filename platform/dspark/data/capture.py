@@ -19,7 +19,7 @@ from dspark.data.answers import AnswerSet
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
 from dspark.engine.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.numerics import use_fast_float32_products
-from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
+from dspark.targets import TargetConfig, input_device, load_target, load_tokenizer, vocabulary_size
 from dspark.tracking import TrackingConfig
 
 LOG_Z_ROWS = 256  # a chunk of 256 rows over 150,000 tokens takes 150 MB
@@ -163,13 +163,13 @@ class CaptureWorker:
         # Padding is on the right and attention is causal: no real token ever sees a padding token.
         longest = max(len(sample.input_ids) for sample in planned)
         padded = [sample.input_ids + [0] * (longest - len(sample.input_ids)) for sample in planned]
-        input_ids = torch.tensor(padded, device=self._model.device)
+        input_ids = torch.tensor(padded, device=input_device(self._model))
         with HiddenStateCapture(self._model, self._layer_ids) as capture:
             final = decoder_of(self._model)(input_ids=input_ids, use_cache=False).last_hidden_state
             hidden = capture.hidden()
         for row, sample in enumerate(planned):
             mask = torch.tensor(sample.loss_mask, dtype=torch.uint8)
-            last = final[row, : len(sample.input_ids)][mask.bool().to(final.device)]
+            last = final[row, : len(sample.input_ids)][mask.bool().to(final.device)].to(self._head.device)
             yield CachedSample(
                 id=sample.id,
                 input_ids=torch.tensor(sample.input_ids),

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,12 +20,16 @@ READ_TOKENS = 1024  # prompt tokens, padding included, read in one forward pass
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """A prompt to continue. Equal (prompt_ids, seed) draw equal random numbers, in whatever batch."""
+    """A prompt to continue. Equal (prompt_ids, seed) draw equal random numbers, in whatever batch.
+
+    messages: what prompt_ids were rendered from, for a server that renders them anew.
+    """
 
     key: str
     prompt_ids: list[int]
     max_tokens: int
     seed: int
+    messages: Sequence[Mapping[str, str]] = ()
 
 
 @dataclass(frozen=True)

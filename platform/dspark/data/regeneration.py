@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dspark.chat import ChatConfig, render_prompt
 from dspark.config import build_config
 from dspark.data.answers import AnswerStore, GenerateConfig
-from dspark.data.decoding import Completion, DecodeRequest, DecodeRules, derive_seed, make_decoder
+from dspark.data.decoding import Completion, Decoder, DecodeRequest, DecodeRules, derive_seed, make_decoder
 from dspark.data.prompts import Prompt
 from dspark.engine.sampling import SamplingParams
 from dspark.errors import one_line
@@ -41,7 +41,8 @@ class Renderer:
             max_tokens = min(max_tokens, self.context_tokens - len(prompt_ids))
         if max_tokens < 1:
             raise ValueError(f"prompt of {len(prompt_ids)} tokens fills the target's context of {self.context_tokens}")
-        return DecodeRequest(prompt_id, prompt_ids, max_tokens, derive_seed(self.seed, prompt_id, turn))
+        seed = derive_seed(self.seed, prompt_id, turn)
+        return DecodeRequest(prompt_id, prompt_ids, max_tokens, seed, tuple(messages))
 
 
 @dataclass
@@ -127,34 +128,52 @@ class AnswerWorker:
         generate = build_config(GenerateConfig, config)
         torch.set_num_threads(generate.threads_per_worker)
         tokenizer = load_tokenizer(generate.target)
-        shape = load_target_config(generate.target)
-        self._renderer = Renderer(
-            tokenizer,
-            generate.chat,
-            generate.sampling.max_new_tokens,
-            getattr(shape, "max_position_embeddings", None),
-            generate.seed,
-        )
-        rules = DecodeRules(
-            sampling=build_config(SamplingParams, sampling),
-            stop_ids=stop_token_ids(generate.target, tokenizer),
-            vocabulary_size=vocabulary_size(tokenizer),
-        )
-        self._decoder = make_decoder(
+        rules = decode_rules(generate, build_config(SamplingParams, sampling), tokenizer)
+        decoder = make_decoder(
             load_target(generate.target), rules, num_slots=generate.batch_size, max_kv_tokens=generate.max_kv_tokens
         )
         self._store = AnswerStore(generate.output)
-        self._rows_per_part = generate.rows_per_part
-        self._run = run
+        self._answerer = Answerer(generate, decoder, tokenizer, run, max_open=MAX_ROWS_PER_TASK)
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """batch: column `prompts`, each a JSON list of prompts. Yields counts after each part written."""
         for task in batch["prompts"]:
             prompts = [Prompt(**prompt) for prompt in json.loads(task)]
             done = self._store.done_ids()  # of this very task, if it is tried again after a worker died
-            yield from self._answer([prompt for prompt in prompts if prompt.id not in done])
+            yield from self._answerer.answer([prompt for prompt in prompts if prompt.id not in done])
 
-    def _answer(self, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+
+def decode_rules(config: GenerateConfig, sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> DecodeRules:
+    """What holds for every answer of a run."""
+    return DecodeRules(
+        sampling=sampling,
+        stop_ids=stop_token_ids(config.target, tokenizer),
+        vocabulary_size=vocabulary_size(tokenizer),
+    )
+
+
+class Answerer:
+    """Takes prompts through a decoder, turn by turn, and writes the rows. max_open: conversations begun at once."""
+
+    def __init__(
+        self, config: GenerateConfig, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, run: str, *, max_open: int
+    ) -> None:
+        shape = load_target_config(config.target)
+        self._renderer = Renderer(
+            tokenizer,
+            config.chat,
+            config.sampling.max_new_tokens,
+            getattr(shape, "max_position_embeddings", None),
+            config.seed,
+        )
+        self._decoder = decoder
+        self._store = AnswerStore(config.output)
+        self._rows_per_part = config.rows_per_part
+        self._run = run
+        self._max_open = max_open
+
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """Counts after each part written."""
         started = time.monotonic()
         rows: list[dict[str, Any]] = []
         for row in self._finished_rows(prompts):
@@ -167,22 +186,26 @@ class AnswerWorker:
 
     def _finished_rows(self, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
         """Rows in the order in which they finish."""
-        conversations = {prompt.id: Conversation(prompt) for prompt in prompts}
-        for conversation in conversations.values():
-            yield from self._go_on(conversation, first=False)
-        while not self._decoder.is_idle:
-            for completion in self._decoder.step():
-                conversation = conversations[completion.key]
-                conversation.accept(completion, self._renderer)
-                yield from self._go_on(conversation, first=True)
+        waiting = deque(prompts)
+        begun: dict[str, Conversation] = {}
+        while waiting or begun:
+            while waiting and len(begun) < self._max_open:
+                prompt = waiting.popleft()
+                begun[prompt.id] = Conversation(prompt)
+                yield from self._go_on(begun, prompt.id, first=False)
+            for completion in self._decoder.step() if begun else ():
+                begun[completion.key].accept(completion, self._renderer)
+                yield from self._go_on(begun, completion.key, first=True)
 
-    def _go_on(self, conversation: Conversation, *, first: bool) -> Iterator[dict[str, Any]]:
-        """Ask for the next answer, or yield the row if there is none to come."""
+    def _go_on(self, begun: dict[str, Conversation], prompt_id: str, *, first: bool) -> Iterator[dict[str, Any]]:
+        """Ask for the next answer, or yield the row, and forget it, if there is none to come."""
+        conversation = begun[prompt_id]
         if not conversation.is_finished:
             request = conversation.next_request(self._renderer)
             if request is not None:
                 self._decoder.submit(request, first=first)
                 return
+        del begun[prompt_id]
         yield conversation.row()
 
     def _write(self, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

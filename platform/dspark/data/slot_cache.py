@@ -109,7 +109,7 @@ class _SlotLayer(CacheLayerMixin):
             self.keys[first : first + num_rows, :, :num_tokens] = key_states
             self.values[first : first + num_rows, :, :num_tokens] = value_states
             return key_states, value_states
-        positions = self.slots.positions
+        positions = self.slots.positions.to(key_states.device)
         rows = torch.arange(len(positions), device=positions.device)
         self.keys[rows, :, positions] = key_states[:, :, 0]
         self.values[rows, :, positions] = value_states[:, :, 0]

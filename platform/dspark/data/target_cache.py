@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark.errors import Mismatch, MissingInput, OutOfSpace
-from dspark.provenance import file_sha256, read_json, require_same, temporary_sibling, write_json
+from dspark.provenance import file_sha256, read_json, require_same, write_json
+from dspark.storage import Location, RemotePath, locate, sizes_in
+from dspark.transfer import local_file, staged
 
 FORMAT = 1
 REQUEST, MANIFEST = "request.json", "manifest.json"
@@ -65,8 +66,8 @@ def bytes_of(num_tokens: int, num_supervised: int, *, hidden_size: int, num_laye
 class TargetCacheWriter:
     """Writes shards into a folder; safe to repeat, safe to kill."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Location) -> None:
+        self.folder = locate(folder)
 
     def begin(self, request: dict[str, Any], *, fresh: bool) -> None:
         """Start or resume. Raises: Mismatch by field name when the folder holds a cache for another request."""
@@ -83,10 +84,15 @@ class TargetCacheWriter:
             leftover.unlink(missing_ok=True)
 
     def is_complete(self, shard: int) -> bool:
-        """Whether the shard is there whole: its sidecar exists and the checksum fits."""
+        """Whether the shard is there whole: its sidecar exists and the checksum fits.
+
+        In an object store the size has to do, which tells a whole object: its bytes are checked where they are used.
+        """
         path, sidecar = self._shard(shard), self._sidecar(shard)
         if not (path.is_file() and sidecar.is_file()):
             return False
+        if isinstance(path, RemotePath):
+            return bool(path.info().size == read_json(sidecar)["bytes"])
         return file_sha256(path) == read_json(sidecar)["sha256"]
 
     def write_shard(self, shard: int, samples: Iterable[tuple[CachedSample, str, str]]) -> dict[str, Any]:
@@ -96,16 +102,15 @@ class TargetCacheWriter:
         """
         entries, columns = _concatenate(samples)
         path = self._shard(shard)
-        temporary = temporary_sibling(path)
         try:
-            save_file(columns, str(temporary))
-            temporary.chmod(0o644)
-            sha256 = file_sha256(temporary)
-            temporary.replace(path)
+            with staged(path) as temporary:
+                save_file(columns, str(temporary))
+                temporary.chmod(0o644)
+                sha256, num_bytes = file_sha256(temporary), temporary.stat().st_size
             sidecar = {
                 "file": path.name,
                 "sha256": sha256,
-                "bytes": path.stat().st_size,
+                "bytes": num_bytes,
                 "samples": [asdict(entry) for entry in entries],
             }
             write_json(self._sidecar(shard), sidecar)
@@ -115,8 +120,6 @@ class TargetCacheWriter:
             raise OutOfSpace(
                 f"disk full while writing {path}; free space or lower max_cache_bytes, then run the same command again"
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
         return sidecar
 
     def finish(self, request: dict[str, Any], num_shards: int, extra: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +145,9 @@ class TargetCacheWriter:
         return path.is_file() and all(self.is_complete(shard) for shard in range(len(read_json(path)["shards"])))
 
     def check_space(self, projected_bytes: int) -> None:
-        """Raises: OutOfSpace when the disk has less room than the shards still to be written."""
+        """Raises: OutOfSpace when the disk has less room than the shards still to be written; a store always has."""
+        if isinstance(self.folder, RemotePath):
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if projected_bytes > free:
@@ -156,18 +161,18 @@ class TargetCacheWriter:
             for path in self.folder.glob(pattern):
                 path.unlink()
 
-    def _shard(self, shard: int) -> Path:
+    def _shard(self, shard: int) -> Location:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
-    def _sidecar(self, shard: int) -> Path:
+    def _sidecar(self, shard: int) -> Location:
         return self.folder / f"shard-{shard:05d}.json"
 
 
 class TargetCache:
     """A complete cache, opened for reading. Samples are numbered 0…len-1 in manifest order."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Location) -> None:
+        self.folder = locate(folder)
         if not (self.folder / MANIFEST).is_file():
             raise MissingInput(f"no complete target cache at {self.folder} ({MANIFEST}); make it with jobs/cache.py")
         self.manifest = read_json(self.folder / MANIFEST)
@@ -178,14 +183,15 @@ class TargetCache:
             )
         self.request: dict[str, Any] = self.manifest["request"]
         self.entries: list[SampleEntry] = []
-        self._files: list[Path] = []
+        self._files: list[tuple[Location, str]] = []
+        sizes = sizes_in(self.folder)
         for shard in self.manifest["shards"]:
             path = self.folder / shard["file"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
+            if sizes.get(shard["file"]) != shard["bytes"]:
                 raise Mismatch(f"target cache shard {path} is missing or cut short; run jobs/cache.py again")
             for sample in shard["samples"]:
                 self.entries.append(SampleEntry(**sample))
-                self._files.append(path)
+                self._files.append((path, shard["sha256"]))
         self._open = lru_cache(maxsize=16)(_open_shard)
 
     def __len__(self) -> int:
@@ -197,7 +203,7 @@ class TargetCache:
 
     def load(self, index: int) -> CachedSample:
         """Read one sample from disk."""
-        entry, shard = self.entries[index], self._open(str(self._files[index]))
+        entry, shard = self.entries[index], self._open(*self._files[index])
         supervised = slice(entry.first_supervised, entry.first_supervised + entry.num_supervised)
         tokens = slice(entry.start, entry.stop)
         return CachedSample(
@@ -216,8 +222,8 @@ class TargetCache:
                 raise Mismatch(f"target cache shard {self.folder / shard['file']} is corrupt; run jobs/cache.py again")
 
 
-def _open_shard(path: str) -> Any:
-    return safe_open(path, framework="pt")
+def _open_shard(path: Location, sha256: str) -> Any:
+    return safe_open(str(local_file(path, sha256=sha256)), framework="pt")
 
 
 def _concatenate(samples: Iterable[tuple[CachedSample, str, str]]) -> tuple[list[SampleEntry], dict[str, Tensor]]:

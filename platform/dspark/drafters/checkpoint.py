@@ -17,7 +17,9 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.mhc import Float32Module
 from dspark.errors import Mismatch, MissingInput
 from dspark.numerics import pack_linears
-from dspark.provenance import read_json, temporary_sibling, write_json
+from dspark.provenance import read_json, write_json
+from dspark.storage import Location, locate
+from dspark.transfer import local_folder, staged
 
 EXCHANGE_ARCHITECTURE = "Qwen3DSparkModel"
 EXTENDED_ARCHITECTURE = "DSparkFusionModel"
@@ -31,9 +33,9 @@ EXTENSIONS = ("anchor_fusion", "moe", "hyper_connections")
 SUPPORTED = {"attention_bias": False, "hidden_act": "silu", "sample_from_anchor": True}
 
 
-def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Path, *, dtype: torch.dtype) -> None:
+def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Location, *, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` (each whole or not at all) into `folder`."""
-    folder = Path(folder)
+    folder = locate(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = drafter.config
     tensors = {name.removeprefix(BACKBONE): value.detach() for name, value in drafter.state_dict().items()}
@@ -47,24 +49,22 @@ def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Path, *, 
     }
     if config.has_reduced_vocabulary:
         stored["d2t"] = (drafter.backbone.d2t - torch.arange(config.draft_vocab_size)).to("cpu", torch.int64)
-    path = folder / "model.safetensors"
-    temporary = temporary_sibling(path)
-    save_file(stored, str(temporary), metadata={"format": "pt"})
-    temporary.chmod(0o644)
-    temporary.replace(path)
+    with staged(folder / "model.safetensors") as temporary:
+        save_file(stored, str(temporary), metadata={"format": "pt"})
+        temporary.chmod(0o644)
     write_json(folder / "config.json", to_deepspec(config, dtype=str(dtype).removeprefix("torch.")))
 
 
 def load_drafter(
-    folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", trainable: bool = False
+    folder: str | Location, *, dtype: torch.dtype = torch.float32, device: str = "cpu", trainable: bool = False
 ) -> DSparkDrafter | DFlashDrafter:
     """The drafter stored in `folder`; in eval mode and wholly frozen unless `trainable`.
 
     Raises: MissingInput without a checkpoint; Mismatch when config and tensors do not belong together.
     """
-    folder = Path(folder)
+    named, folder = folder, local_folder(folder, ("config.json", "model.safetensors"))
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
-        raise MissingInput(f"no drafter at {folder} (config.json and model.safetensors); make one with jobs/train.py")
+        raise MissingInput(f"no drafter at {named} (config.json and model.safetensors); make one with jobs/train.py")
     config = from_deepspec(read_json(folder / "config.json"))
     tensors = load_file(str(folder / "model.safetensors"))
     offsets = tensors.pop("d2t", None)

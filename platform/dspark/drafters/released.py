@@ -17,9 +17,11 @@ from dspark.drafters.checkpoint import from_deepspec
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.stored import CONFIG, EMBEDDING, HEAD, WEIGHTS, StoredDrafter, check_tensors, read_stored
 from dspark.errors import MissingInput, one_line
-from dspark.provenance import file_sha256, require_same, temporary_sibling, write_json
+from dspark.provenance import file_sha256, require_same, write_json
+from dspark.storage import Location, is_remote
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
 from dspark.tracking import TrackingConfig
+from dspark.transfer import local_folder, staged
 
 SAFE_FILES = ("config.json", "model.safetensors")
 
@@ -59,6 +61,8 @@ def find_drafter(name: str, revision: str | None = None) -> Source:
 
     Raises: MissingInput when it is neither, or cannot be fetched; ValueError for a revision of a folder.
     """
+    if is_remote(name) and revision is None:
+        return Source(name, local_folder(name, SAFE_FILES), None)
     folder = Path(name).expanduser()
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
     if folder.is_dir() or looks_like_path:
@@ -78,7 +82,7 @@ def find_drafter(name: str, revision: str | None = None) -> Source:
     return Source(name, Path(fetched), Path(fetched).name)
 
 
-def take_drafter(source: Source, target: TargetConfig, identity: dict[str, Any], folder: Path) -> DrafterConfig:
+def take_drafter(source: Source, target: TargetConfig, identity: dict[str, Any], folder: Location) -> DrafterConfig:
     """Write `config.json` and `model.safetensors` of a drafter that fits the target into `folder`.
 
     Embedding and head that its file leaves to the target are filled in, ids that the tokenizer does not have are
@@ -92,10 +96,9 @@ def take_drafter(source: Source, target: TargetConfig, identity: dict[str, Any],
     stored = _complete(stored, config, target)
     check_tensors(stored, source.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_sibling(folder / WEIGHTS)
-    save_file(stored.tensors, str(temporary), metadata={"format": "pt"})
-    temporary.chmod(0o644)
-    temporary.replace(folder / WEIGHTS)
+    with staged(folder / WEIGHTS) as temporary:
+        save_file(stored.tensors, str(temporary), metadata={"format": "pt"})
+        temporary.chmod(0o644)
     write_json(folder / CONFIG, stored.content)
     return config
 

@@ -42,6 +42,7 @@ class HiddenStateCapture:
         check_layer_ids(layer_ids, len(decoder.layers))
         self.layer_ids = tuple(layer_ids)
         self._modules = [decoder.embed_tokens if i == EMBEDDINGS else decoder.layers[i] for i in self.layer_ids]
+        self._device = decoder.embed_tokens.weight.device
         self._states: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -60,9 +61,13 @@ class HiddenStateCapture:
         self._states = {}
 
     def hidden(self) -> Tensor:
-        """States of the latest forward pass: [B, T, m*d], layers concatenated in the order of layer_ids."""
+        """States of the latest forward pass: [B, T, m*d], layers concatenated in the order of layer_ids.
+
+        On the embedding's device, wherever the layers lie: that is where inputs go and drafters are.
+        """
         assert len(self._states) == len(self._modules), "no forward pass inside the capture yet"
-        return torch.cat([self._states[i] for i in range(len(self._modules))], dim=-1)
+        states = [self._states[i].to(self._device) for i in range(len(self._modules))]
+        return torch.cat(states, dim=-1)
 
     def _keep(self, position: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -21,6 +21,7 @@ from dspark.errors import MissingInput
 from dspark.provenance import file_sha256, fingerprint, read_json, require_same
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
+from dspark.storage import locate
 from dspark.targets import (
     TargetConfig,
     load_target,
@@ -30,6 +31,7 @@ from dspark.targets import (
     target_identity,
     vocabulary_size,
 )
+from dspark.transfer import local_folder
 
 NGRAM = "ngram"
 PROVENANCE = "provenance.json"
@@ -76,6 +78,8 @@ def load_engine(
             f"no trained drafter at {drafter}: n-gram speculation instead; train one with python jobs/train.py"
         )
         drafter = NGRAM
+    if drafter not in (None, NGRAM):
+        drafter = str(local_folder(str(drafter), (*DRAFTER_FILES, CALIBRATION, COST_CURVE)))
     tokenizer = load_tokenizer(target)
     provenance = None if drafter in (None, NGRAM) else check_drafter(str(drafter), target)
     model: Any = load_target(target)
@@ -121,7 +125,7 @@ def plain_twin(loaded: LoadedEngine) -> Engine:
 
 def is_drafter_folder(folder: str | Path) -> bool:
     """Whether all files of a drafter are there."""
-    return all((Path(folder) / name).is_file() for name in DRAFTER_FILES)
+    return all((locate(folder) / name).is_file() for name in DRAFTER_FILES)
 
 
 def check_drafter(folder: str, target: TargetConfig) -> dict[str, Any]:
@@ -141,18 +145,18 @@ def drafter_target(folder: str) -> TargetConfig:
 
 def _provenance(folder: str) -> dict[str, Any]:
     for name in DRAFTER_FILES:
-        if not (Path(folder) / name).is_file():
+        if not (locate(folder) / name).is_file():
             adopt = "take it over with jobs/adopt.py, or " if name == PROVENANCE else ""
             raise MissingInput(
                 f"no complete drafter at {folder} ({name} is missing); {adopt}make one with jobs/train.py"
             )
-    content: dict[str, Any] = read_json(Path(folder) / PROVENANCE)
+    content: dict[str, Any] = read_json(locate(folder) / PROVENANCE)
     return content
 
 
 def drafter_sha256(folder: str | Path) -> str:
     """Of the files that decide what a drafter proposes."""
-    return fingerprint([file_sha256(Path(folder) / name) for name in DRAFTER_FILES[:2]])
+    return fingerprint([file_sha256(locate(folder) / name) for name in DRAFTER_FILES[:2]])
 
 
 def _draft_runner(drafter: str | None, model: Any, config: EngineConfig) -> DraftRunner | None:

@@ -140,7 +140,7 @@ def _observe(model: Any) -> tuple[Tensor, list[LayerShape]]:
                 f"target class {type(model).__name__}: layer {number} keeps a {type(layer).__name__}, which pages "
                 "cannot hold; use a causal LM with full or sliding-window attention in every layer"
             )
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.device))
     return output.logits[0, -1].float(), shapes
 
 

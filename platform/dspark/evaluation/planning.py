@@ -2,18 +2,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dspark.chat import ChatConfig
 from dspark.config import build_config
 from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSet
-from dspark.engine.loading import CALIBRATION, COST_CURVE, check_drafter, drafter_sha256, drafter_target
+from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, check_drafter, drafter_sha256, drafter_target
 from dspark.errors import MissingInput
 from dspark.evaluation.config import EvaluateConfig, EvaluationMode
 from dspark.provenance import file_sha256, fingerprint
+from dspark.storage import Location, absolute, locate
 from dspark.targets import TargetConfig
+from dspark.transfer import local_folder
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def open_subject(config: EvaluateConfig) -> Subject:
     """Raises: MissingInput without a complete drafter folder, or without the cost curve that scheduled lengths need;
     Mismatch if it was trained for another target.
     """
-    folder = Path(config.drafter)
+    folder = local_folder(config.drafter, (*DRAFTER_FILES, CALIBRATION, COST_CURVE))
     target = config.target or drafter_target(str(folder))
     provenance = check_drafter(str(folder), target)
     if config.lengths == "scheduled" and not (folder / COST_CURVE).is_file():
@@ -77,7 +78,7 @@ def open_subject(config: EvaluateConfig) -> Subject:
             "'fixed'"
         )
     chat = build_config(ChatConfig, provenance["chat"], source=f"{folder}/provenance.json")
-    return Subject(str(folder.resolve()), target, provenance["target"], chat, drafter_sha256(folder))
+    return Subject(absolute(config.drafter), target, provenance["target"], chat, drafter_sha256(folder))
 
 
 def request_of(config: EvaluateConfig, subject: Subject, mode: EvaluationMode) -> str:
@@ -100,7 +101,7 @@ def request_of(config: EvaluateConfig, subject: Subject, mode: EvaluationMode) -
         content |= {"concurrency": config.concurrency, "num_workers": config.num_workers}
     if config.lengths == "scheduled":
         load = {"concurrency": config.concurrency, "num_workers": config.num_workers}
-        content |= load | {name: _digest(Path(subject.drafter) / name) for name in (CALIBRATION, COST_CURVE)}
+        content |= load | {name: _digest(locate(subject.drafter) / name) for name in (CALIBRATION, COST_CURVE)}
     return fingerprint(content)
 
 
@@ -165,7 +166,7 @@ def split_done(items: Iterable[WorkItem], rows: Iterable[Mapping[str, Any]]) -> 
     return done, to_do
 
 
-def _digest(path: Path) -> str | None:
+def _digest(path: Location) -> str | None:
     return file_sha256(path) if path.is_file() else None
 
 

@@ -1,6 +1,5 @@
 """The wiring: from the arguments in a deployment file to a Serve application."""
 
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +14,7 @@ from dspark.serving.config import ServeConfig
 from dspark.serving.engine_client import ReplicaClient
 from dspark.serving.ingress import build_app
 from dspark.serving.target_replica import TargetReplica
+from dspark.storage import absolute
 
 
 class Ingress:
@@ -43,7 +43,7 @@ def build(args: dict[str, Any]) -> Application:
 def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Replicas may run in another folder than the one `serve` was started in."""
     paths = {"api_keys_file": config.api_keys_file, "drafter": None if config.drafter == NGRAM else config.drafter}
-    resolved = {name: str(Path(path).expanduser().resolve()) for name, path in paths.items() if path is not None}
+    resolved = {name: absolute(path) for name, path in paths.items() if path is not None}
     return config.with_changes(**resolved)
 
 

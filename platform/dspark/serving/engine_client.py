@@ -20,13 +20,17 @@ log = logging.getLogger("dspark")
 
 @dataclass(frozen=True)
 class Delta:
-    """What one engine step added to an answer; counts are the usage so far. The last one has a finish reason."""
+    """What one engine step added to an answer; counts are the usage so far. The last one has a finish reason.
+
+    prompt_token_ids: what the target saw, on the first one and only where token ids are asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
     num_prompt_tokens: int
     num_output_tokens: int
+    prompt_token_ids: tuple[int, ...] | None = None
 
 
 class EngineClient(Protocol):

@@ -124,7 +124,8 @@ class GenerateRequest(Wire):
     verify_length: int | None = Field(None, ge=0)
     """Extension, for tests and benchmarks: verify this many draft tokens a round, whatever the scheduler says."""
     return_token_ids: bool = False
-    """Extension: each choice carries the ids of its tokens as `token_ids`."""
+    """Extension, as vLLM's: each choice carries its ids as `token_ids`, and the prompt's stand as `prompt_token_ids`
+    in a completion's choice or beside a chat's choices, in a stream with the first chunk."""
 
     @pydantic.field_validator("temperature")
     @classmethod

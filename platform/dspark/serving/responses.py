@@ -11,6 +11,8 @@ from dspark.serving.openai_schema import GenerateRequest, Refusal, Wire
 
 DONE = b"data: [DONE]\n\n"
 
+AnswerObject = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+
 
 class Usage(Wire):
     prompt_tokens: int
@@ -26,6 +28,7 @@ class TextChoice(Wire):
     finish_reason: FinishReason | None
     logprobs: None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class AnswerMessage(Wire):
@@ -58,11 +61,13 @@ class Answer(Wire):
     """A whole answer or a chunk of one."""
 
     id: str
-    object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+    object: AnswerObject
     created: int
     model: str
     choices: Sequence[ChatChoice | ChatChunkChoice | TextChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """Of a chat; of a completion they stand in its choice."""
 
 
 class ModelCard(Wire):
@@ -81,8 +86,8 @@ class TextWriter:
     """Answers of /v1/completions."""
 
     prefix = "cmpl"
-    whole_object: Literal["chat.completion", "text_completion"] = "text_completion"
-    chunk_object: Literal["chat.completion.chunk", "text_completion"] = "text_completion"
+    whole_object: AnswerObject = "text_completion"
+    chunk_object: AnswerObject = "text_completion"
 
     def __init__(self, request_id: str, request: GenerateRequest) -> None:
         self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": request.model}
@@ -94,13 +99,13 @@ class TextWriter:
         last = deltas[-1]
         ids = [token_id for delta in deltas for token_id in delta.token_ids] if self._has_ids else None
         choice = self._whole_choice("".join(delta.text for delta in deltas), last.finish_reason, ids)
-        return _plain(Answer(**self._head, object=self.whole_object, choices=[choice], usage=_usage(last)))
+        return _plain(self._answer(self.whole_object, [choice], _usage(last), _prompt_ids(deltas[0])))
 
     def chunk(self, delta: Delta) -> bytes:
         """The event of one step."""
         choice = self._part(delta.text, None, delta.token_ids if self._has_ids else None)
         self._is_first = False
-        return self._event([choice])
+        return self._event([choice], prompt_ids=_prompt_ids(delta))
 
     def final(self, delta: Delta) -> bytes:
         """The event that says why the answer ended; its text and ids were told before."""
@@ -110,8 +115,15 @@ class TextWriter:
         """The event with the usage, after the final one."""
         return self._event([], _usage(delta))
 
-    def _event(self, choices: Sequence[Any], usage: Usage | None = None) -> bytes:
-        return _event(_plain(Answer(**self._head, object=self.chunk_object, choices=choices, usage=usage)))
+    def _event(self, choices: Sequence[Any], usage: Usage | None = None, prompt_ids: list[int] | None = None) -> bytes:
+        return _event(_plain(self._answer(self.chunk_object, choices, usage, prompt_ids)))
+
+    def _answer(
+        self, kind: AnswerObject, choices: Sequence[Any], usage: Usage | None, prompt_ids: list[int] | None
+    ) -> Answer:
+        """prompt_ids: where they are asked for, and not told yet."""
+        choices = [choice.model_copy(update={"prompt_token_ids": prompt_ids}) for choice in choices]
+        return Answer(**self._head, object=kind, choices=choices, usage=usage)
 
     def _whole_choice(self, text: str, reason: FinishReason | None, ids: list[int] | None) -> TextChoice | ChatChoice:
         return TextChoice(text=text, finish_reason=reason, token_ids=ids)
@@ -130,6 +142,11 @@ class ChatWriter(TextWriter):
     def _whole_choice(self, text: str, reason: FinishReason | None, ids: list[int] | None) -> TextChoice | ChatChoice:
         return ChatChoice(message=AnswerMessage(content=text), finish_reason=reason, token_ids=ids)
 
+    def _answer(
+        self, kind: AnswerObject, choices: Sequence[Any], usage: Usage | None, prompt_ids: list[int] | None
+    ) -> Answer:
+        return Answer(**self._head, object=kind, choices=choices, usage=usage, prompt_token_ids=prompt_ids)
+
     def _part(self, text: str, reason: FinishReason | None, ids: list[int] | None) -> TextChoice | ChatChunkChoice:
         delta = MessageDelta(role="assistant" if self._is_first else None, content=text if reason is None else None)
         return ChatChunkChoice(delta=delta, finish_reason=reason, token_ids=ids)
@@ -138,6 +155,10 @@ class ChatWriter(TextWriter):
 def error_event(refusal: Refusal) -> bytes:
     """What a stream says when it breaks after its first byte."""
     return _event(refusal.body())
+
+
+def _prompt_ids(delta: Delta) -> list[int] | None:
+    return None if delta.prompt_token_ids is None else list(delta.prompt_token_ids)
 
 
 def _usage(delta: Delta) -> Usage:

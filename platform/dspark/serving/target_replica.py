@@ -66,6 +66,7 @@ class TargetReplica:
             yield refused.refusal
             return
         outputs = self._loop.generate(resolved, timeout_s=self._limits.request_timeout_s)
+        prompt_ids = resolved.prompt_ids if request.return_token_ids else None
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -75,7 +76,9 @@ class TargetReplica:
                         output.finish_reason,
                         output.num_prompt_tokens,
                         output.num_output_tokens,
+                        prompt_ids,
                     )
+                    prompt_ids = None  # they are told once
         except ValueError as error:
             yield Refusal(400, str(error))
         except TimeoutError as error:

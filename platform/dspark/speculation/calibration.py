@@ -6,7 +6,6 @@ is ours: a temperature stretches a logit, but cannot lower confidences on both s
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dspark.provenance import read_json, require_same, write_json
+from dspark.storage import Location, locate
 
 MODES = ("greedy", "sampled")
 CALIBRATE_REMEDY = "run jobs/calibrate.py for this drafter"
@@ -84,17 +84,17 @@ class Calibration:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a calibration: {type(error).__name__} {error}; {CALIBRATE_REMEDY}") from None
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Location) -> None:
         """Write the file, by custom `calibration.json` in the drafter's folder."""
         write_json(path, self.to_dict())
 
     @classmethod
-    def load(cls, path: str | Path, *, drafter_sha256: str | None = None) -> "Calibration":
+    def load(cls, path: str | Location, *, drafter_sha256: str | None = None) -> "Calibration":
         """What the file holds; a drafter without one was not calibrated, and its confidences are left as they are.
 
         Raises: Mismatch when it was fitted for another drafter than drafter_sha256; ValueError for a broken file.
         """
-        if not Path(path).is_file():
+        if not locate(path).is_file():
             return cls()
         try:
             calibration = cls.from_dict(read_json(path))

@@ -3,6 +3,7 @@
 Legend: B tokens in the batch of one target step, anchors included.
 """
 
+import contextlib
 import math
 import os
 import platform
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from dspark.errors import MissingInput
 from dspark.provenance import folder_lock, read_json, write_json
+from dspark.storage import Location, locate
 
 PROFILE_REMEDY = "run jobs/profile_engine.py on this machine"
 
@@ -122,21 +124,25 @@ class CostCurve:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost curve: {type(error).__name__} {error}; {PROFILE_REMEDY}") from None
 
-    def save(self, path: str | Path) -> None:
-        """Put this curve into the file, in place of the one with the same fingerprint if it has one."""
-        path = Path(path)
+    def save(self, path: str | Location) -> None:
+        """Put this curve into the file, in place of the one with the same fingerprint if it has one.
+
+        An object store has no lock: of two machines that save there at the same moment one may lose its curve.
+        """
+        path = locate(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with folder_lock(path.parent):  # read, change, write: two machines may share the file
+        lock = folder_lock(path.parent) if isinstance(path, Path) else contextlib.nullcontext()
+        with lock:  # read, change, write: two machines may share the file
             kept = [curve for curve in _read_curves(path) if curve.fingerprint != self.fingerprint]
             write_json(path, [curve.to_dict() for curve in [*kept, self]])
 
     @classmethod
-    def load(cls, path: str | Path, fingerprint: Mapping[str, Any] | None = None) -> "CostCurve":
+    def load(cls, path: str | Location, fingerprint: Mapping[str, Any] | None = None) -> "CostCurve":
         """The file's curve for this hardware; without a fingerprint the only one it holds.
 
         Raises: MissingInput when there is none; ValueError for a broken file, or for several and no fingerprint.
         """
-        curves = _read_curves(Path(path))
+        curves = _read_curves(locate(path))
         if not curves:
             raise MissingInput(f"no cost curve at {path}; {PROFILE_REMEDY}")
         if fingerprint is None:
@@ -217,7 +223,7 @@ def _check_sizes(name: str, sizes: Sequence[int]) -> None:
         raise ValueError(f"{name} is {list(sizes)}; it must ascend from 1 or more, each size once")
 
 
-def _read_curves(path: Path) -> list[CostCurve]:
+def _read_curves(path: Location) -> list[CostCurve]:
     if not path.is_file():
         return []
     try:

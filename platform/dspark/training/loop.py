@@ -242,6 +242,8 @@ class TrainLoop:
                 self.parallel.save(folder)
             if self.step == self.config.steps:
                 self._export(Path(folder) / FINAL)
+            if self.history is not None:
+                self.history.flush()
             ray.train.report(
                 {"step": self.step},
                 checkpoint=ray.train.Checkpoint.from_directory(folder),

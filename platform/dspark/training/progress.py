@@ -3,9 +3,9 @@
 import json
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
+from dspark.storage import Location, RemotePath, locate
 from dspark.tracking import attach
 
 log = logging.getLogger("dspark.train")
@@ -22,11 +22,12 @@ class History:
     """
 
     def __init__(self, run: dict[str, Any], *, start_step: int) -> None:
-        self.path = Path(run["output"]) / HISTORY
+        self.path = locate(run["output"]) / HISTORY
         self._tracking = attach(run["tracking_uri"], run["run_id"])
         # A run that starts at step 0 validates there first, and so writes that line anew.
         kept = [row for row in read_history(run["output"]) if row["step"] <= start_step and start_step > 0]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self._lines = [json.dumps(row) + "\n" for row in kept]
+        self.path.write_bytes("".join(self._lines).encode())
         self.totals = {name: sum(row.get(name, 0.0) for row in kept) for name in COUNTED}
         self.validation: dict[str, float] = next((row["heldout"] for row in reversed(kept) if "heldout" in row), {})
         self.seconds = kept[-1].get("elapsed_s", 0.0) if kept else 0.0
@@ -75,17 +76,27 @@ class History:
         log.info("step %d  held-out expected accepted length %.3f", step, metrics["expected_accepted_length"])
 
     def close(self) -> None:
-        """Send what is still held."""
+        """Write and send what is still held."""
+        self.flush()
         self._tracking.finish()
 
+    def flush(self) -> None:
+        """Write what an object store lacks of the lines so far: before a checkpoint, which counts on them."""
+        if isinstance(self.path, RemotePath):
+            self.path.write_bytes("".join(self._lines).encode())
+
     def _append(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row) + "\n"
+        if isinstance(self.path, RemotePath):  # an object cannot grow
+            self._lines.append(line)
+            return
         with open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+            stream.write(line)
 
 
-def read_history(folder: str | Path) -> list[dict[str, Any]]:
+def read_history(folder: str | Location) -> list[dict[str, Any]]:
     """Rows of a run's history; a half-written last line (after a kill) is left out."""
-    path = Path(folder) / HISTORY
+    path = locate(folder) / HISTORY
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")

@@ -19,9 +19,11 @@ from dspark.drafters.moe import num_idle_parameters
 from dspark.drafters.released import find_drafter, take_drafter
 from dspark.errors import DsparkError
 from dspark.provenance import git_revision, read_json, require_same, write_json
+from dspark.storage import Location, locate, remove_tree
 from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
 from dspark.training.config import TrainConfig
 from dspark.training.loop import FINAL, train_worker
+from dspark.transfer import staged
 
 log = logging.getLogger("dspark.train")
 
@@ -54,15 +56,15 @@ def train_request(config: TrainConfig, cache: TargetCache) -> dict[str, Any]:
     }
 
 
-def prepare(config: TrainConfig, cache: TargetCache, *, fresh: bool) -> Path:
+def prepare(config: TrainConfig, cache: TargetCache, *, fresh: bool) -> Location:
     """Claim the output folder and write the initial drafter; returns its folder. Resumes what is there.
 
     Raises: Mismatch by field name when the folder holds another run.
     """
-    output = Path(config.output)
+    output = locate(config.output)
     if fresh:
         for name in (CHECKPOINTS, INITIAL):
-            shutil.rmtree(output / name, ignore_errors=True)
+            remove_tree(output / name)
         for name in (REQUEST, RESULT, "history.jsonl", "mlflow_run.json"):
             (output / name).unlink(missing_ok=True)
     request = train_request(config, cache)
@@ -77,9 +79,9 @@ def prepare(config: TrainConfig, cache: TargetCache, *, fresh: bool) -> Path:
     return output / INITIAL
 
 
-def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | None) -> dict[str, Any]:
+def fit(config: TrainConfig, initial: Location, *, tracking_uri: str, run_id: str | None) -> dict[str, Any]:
     """Train through Ray; returns rank 0's closing figures. The drafter lies in `config.output` afterwards."""
-    output = Path(config.output)
+    output = locate(config.output)
     trainer = TorchTrainer(
         train_worker,  # type: ignore[arg-type]  # the hint forgets that rank 0's return value is kept
         train_loop_config={
@@ -108,12 +110,13 @@ def fit(config: TrainConfig, initial: Path, *, tracking_uri: str, run_id: str | 
     result: Any = trainer.fit()
     if result.return_value is None or result.checkpoint is None:
         raise DsparkError(f"training ended without a result; see the log above and {output / CHECKPOINTS}")
-    return publish(config, Path(result.checkpoint.path) / FINAL, result.return_value)
+    with result.checkpoint.as_directory() as folder:
+        return publish(config, Path(folder) / FINAL, result.return_value)
 
 
 def publish(config: TrainConfig, final: Path, figures: dict[str, Any]) -> dict[str, Any]:
     """Copy the trained drafter into the output folder with its provenance; returns the stage's result."""
-    output = Path(config.output)
+    output = locate(config.output)
     cache = TargetCache(config.cache)
     write_json(
         output / "provenance.json",
@@ -128,16 +131,15 @@ def publish(config: TrainConfig, final: Path, figures: dict[str, Any]) -> dict[s
         | ({"initialized_from": read_json(source)} if (source := output / INITIAL / SOURCE).is_file() else {}),
     )
     for name in ("model.safetensors", "config.json"):
-        temporary = output / f".tmp-{name}"
-        shutil.copyfile(final / name, temporary)
-        temporary.replace(output / name)
+        with staged(output / name) as temporary:
+            shutil.copyfile(final / name, temporary)
     parameters = count_parameters(output)
     result = {"stage": "train", "output": config.output} | figures | parameters
     write_json(output / RESULT, result)
     return result
 
 
-def count_parameters(folder: Path) -> dict[str, int]:
+def count_parameters(folder: Location) -> dict[str, int]:
     """Trainable and frozen (embedding, head) parameters of a stored drafter.
 
     active_parameters: the trainable ones that a token passes through, of all experts those it chooses.
@@ -152,7 +154,7 @@ def count_parameters(folder: Path) -> dict[str, int]:
     }
 
 
-def _write_initial(config: TrainConfig, cache: TargetCache, folder: Path) -> None:
+def _write_initial(config: TrainConfig, cache: TargetCache, folder: Location) -> None:
     if config.initialize_from is not None:
         _go_on_from(config, cache, folder)
         return
@@ -185,7 +187,7 @@ def _write_initial(config: TrainConfig, cache: TargetCache, folder: Path) -> Non
     save_drafter(drafter, folder, dtype=torch.float32)
 
 
-def _go_on_from(config: TrainConfig, cache: TargetCache, folder: Path) -> None:
+def _go_on_from(config: TrainConfig, cache: TargetCache, folder: Location) -> None:
     """Write the drafter of `initialize_from` as the initial one. Raises: Mismatch where it does not fit the cache."""
     source = find_drafter(str(config.initialize_from), config.initialize_revision)
     target_config = build_config(TargetConfig, cache.manifest["target_config"])

@@ -99,7 +99,7 @@ def test_two_answers_to_one_prompt_are_refused(tmp_path: Path) -> None:
 def test_mostly_errors_fail_with_the_first_reason(tmp_path: Path) -> None:
     store = AnswerStore(tmp_path)
     store.write_part([row("a", status="error"), row("b", status="error"), row("c")], run=store.begin(REQUEST))
-    with pytest.raises(DsparkError, match="2 of 3 prompts ended with an error, the first: broken"):
+    with pytest.raises(DsparkError, match="2 of 3 prompts ended with an error, mostly: broken"):
         finish(store, [prompt(name) for name in "abc"])
     assert store.manifest is None
 

@@ -36,6 +36,9 @@ def test_a_stream_joins_to_the_whole_answer(replica: TargetReplica, path: str, m
     assert "".join(text) == (choice["text"] if path == TEXT else choice["message"]["content"])
     ids = [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]]
     assert ids == choice["token_ids"]
+    prompt_ids = (choice if path == TEXT else whole)["prompt_token_ids"]
+    assert len(prompt_ids) == whole["usage"]["prompt_tokens"]
+    assert (chunks[0]["choices"][0] if path == TEXT else chunks[0])["prompt_token_ids"] == prompt_ids
     assert len({chunk["id"] for chunk in [*chunks, final, usage]}) == 1
 
 

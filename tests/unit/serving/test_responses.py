@@ -1,6 +1,7 @@
 """Answers and chunks in OpenAI's form, read by OpenAI's own types."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,25 @@ def test_token_ids_are_there_when_asked_for() -> None:
     answer = text_writer(return_token_ids=True).whole(DELTAS)
     assert answer["choices"][0]["token_ids"] == [5, 6, 7, 8, 9, 2]
     assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"]
+
+
+def with_prompt() -> list[Delta]:
+    return [replace(DELTAS[0], prompt_token_ids=(1, 2, 3)), *DELTAS[1:]]
+
+
+def test_the_prompts_ids_stand_where_vllm_has_them() -> None:
+    chat = chat_writer(return_token_ids=True).whole(with_prompt())
+    assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == ([1, 2, 3], [5, 6, 7, 8, 9, 2])
+    assert "prompt_token_ids" not in chat["choices"][0]
+    text = text_writer(return_token_ids=True).whole(with_prompt())
+    assert text["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+    assert "prompt_token_ids" not in text
+
+
+def test_a_stream_tells_the_prompts_ids_once() -> None:
+    for writer in (chat_writer(return_token_ids=True), text_writer(return_token_ids=True)):
+        events = [writer.chunk(delta) for delta in with_prompt()] + [writer.final(DELTAS[2])]
+        assert [b'"prompt_token_ids":[1,2,3]' in event for event in events] == [True, False, False, False]
 
 
 def test_chat_chunks_name_the_role_once_and_the_reason_last() -> None:
