@@ -8,37 +8,22 @@ from dataclasses import asdict
 from typing import Any
 
 import runner
-from dspark.chat import require_supervision, training_sequences, truncate
-from dspark.config import build_config
-from dspark.data.answers import read_answers
-from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cache, resolve_layer_ids
+from dspark.data.capture import CacheConfig, CachePlan, CaptureWorker, plan_cache
+from dspark.data.capture_request import require_supervised, resolve_capture
 from dspark.data.target_cache import MANIFEST, TargetCacheWriter
 from dspark.errors import DsparkError
-from dspark.provenance import read_json, require_same
+from dspark.provenance import read_json
 from dspark.storage import Location, absolute, locate
-from dspark.targets import TargetConfig, load_target_config, target_identity
+from dspark.targets import TargetConfig
 
 log = logging.getLogger("dspark.cache")
 
 
 def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Write what is missing of the cache; returns its counts."""
-    answers = read_answers(config.answers)
-    target = build_config(TargetConfig, answers.target | {"dtype": config.dtype}, source=f"answers {config.answers}")
-    require_same(
-        f"target {target.name} of the answers {config.answers}",
-        target_identity(target),
-        answers.target_identity,
-        remedy="make the answers again with jobs/generate.py",
-    )
-    shape = load_target_config(target)
-    layer_ids = resolve_layer_ids(config, shape.num_hidden_layers)
-    request = {
-        "answers_fingerprint": answers.fingerprint,
-        "target": answers.target_identity,
-        "chat": answers.chat,
-        "target_layer_ids": list(layer_ids),
-    } | config.model_dump(include={"dtype", "max_length", "min_loss_tokens", "max_cache_bytes", "shard_tokens", "seed"})
+    capture = resolve_capture(config.answers, config)
+    target, layer_ids = capture.target, capture.layer_ids
+    request = capture.record | config.model_dump(include={"max_cache_bytes", "shard_tokens", "seed"})
     folder = locate(absolute(config.output))
     writer = TargetCacheWriter(folder)
     if not fresh and not dry_run and (folder / MANIFEST).is_file():
@@ -47,20 +32,18 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
             log.info("target cache %s is complete", folder)
             return read_json(folder / MANIFEST)["result"] | {"skipped": True}
         log.warning("target cache %s has shards that are missing or corrupt; they are written again", folder)
-    first = (row["turns"] for row in answers.rows(statuses=["ok"]))
-    require_supervision(
-        (truncate(sequence, config.max_length) for turns in first for sequence in training_sequences(turns)),
-        target=target.name,
+    require_supervised(capture, max_length=config.max_length)
+    plan = plan_cache(
+        capture.answers, config, hidden_size=capture.hidden_size, num_layers=len(layer_ids), request=request
     )
-    plan = plan_cache(answers, config, hidden_size=shape.hidden_size, num_layers=len(layer_ids))
-    _print_plan(plan, layer_ids)
+    _print_plan(plan, layer_ids, config.max_cache_bytes)
     if dry_run:
         return _counts(plan, config) | {"dry_run": True, "target_layer_ids": list(layer_ids)}
     if not plan.shards:
         raise DsparkError(f"nothing to cache: all {plan.rows_in} answers were rejected: {plan.rejected}")
     writer.begin(request, fresh=fresh)
     missing = [shard for shard in range(len(plan.shards)) if not writer.is_complete(shard)]
-    writer.check_space(plan.projected_bytes * len(missing) // len(plan.shards))
+    writer.check_space(plan.disk_bytes * len(missing) // len(plan.shards))
     log.info("%d of %d shards to write", len(missing), len(plan.shards))
     with runner.track(config, "cache", target=target.name) as tracked:
         started = time.monotonic()
@@ -125,11 +108,15 @@ def _result(config: CacheConfig, plan: CachePlan, written: int, tokens: int, sec
     }
 
 
-def _print_plan(plan: CachePlan, layer_ids: tuple[int, ...]) -> None:
+def _print_plan(plan: CachePlan, layer_ids: tuple[int, ...], max_cache_bytes: int) -> None:
     samples = sum(len(shard) for shard in plan.shards)
     print(
         f"target cache: {samples:,} samples, {plan.num_tokens:,} tokens ({plan.num_supervised:,} supervised), "
         f"layers {list(layer_ids)}, {len(plan.shards)} shards, projected size {plan.projected_bytes / 1e9:.3f} GB"
+    )
+    print(
+        f"  {samples:,} of {plan.num_usable:,} samples fit into max_cache_bytes ({max_cache_bytes:,}), "
+        f"all files together at most {plan.disk_bytes:,} bytes"
     )
     for reason, count in sorted(plan.rejected.items()):
         print(f"  left out: {count:,} answers ({reason})")
@@ -144,9 +131,11 @@ def _counts(plan: CachePlan, config: CacheConfig) -> dict[str, Any]:
         "answers_kept": plan.rows_kept,
         "rejected": plan.rejected,
         "samples": sum(len(shard) for shard in plan.shards),
+        "samples_usable": plan.num_usable,
         "tokens": plan.num_tokens,
         "supervised_tokens": plan.num_supervised,
         "bytes": plan.projected_bytes,
+        "max_disk_bytes": plan.disk_bytes,
     }
 
 

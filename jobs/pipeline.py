@@ -117,7 +117,7 @@ def check_joints(configs: dict[str, Any]) -> None:
     """Raises: Mismatch when a stage does not read what the stage before it writes."""
     for reader, key, writer in JOINTS:
         reads, writes = getattr(configs[reader], key), configs[writer].output
-        if absolute(reads) != absolute(writes):
+        if reads is None or absolute(reads) != absolute(writes):
             raise Mismatch(
                 f"{reader}.{key} is {reads} but {writer}.output is {writes}; the stages must share one folder"
             )

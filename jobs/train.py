@@ -5,11 +5,11 @@ import sys
 from typing import Any
 
 import runner
-from dspark.data.target_cache import TargetCache
 from dspark.provenance import read_json, write_json
 from dspark.storage import absolute, locate
 from dspark.tracking import resolve_uri
 from dspark.training.config import TrainConfig
+from dspark.training.samples import open_samples, plan_of
 from dspark.transfer import local_file
 
 log = logging.getLogger("dspark.train")
@@ -17,17 +17,19 @@ log = logging.getLogger("dspark.train")
 
 def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Train to the last step, or go on from the last checkpoint; returns the figures."""
-    config = config.with_changes(cache=absolute(config.cache), output=absolute(config.output))
-    cache = TargetCache(config.cache)
+    cache_folder = None if config.cache is None else absolute(config.cache)
+    config = config.with_changes(cache=cache_folder, output=absolute(config.output))
+    cache = open_samples(config)
     samples = len(cache.indices("train"))
     plan = {
         "stage": "train",
+        "data": config.data.mode,
         "train_samples": samples,
         "heldout_samples": len(cache.indices("heldout")),
         "steps": config.steps,
         "epochs": round(config.steps * config.sequences_per_step / max(samples, 1), 2),
         "max_anchors": config.steps * config.sequences_per_step * config.anchors_per_sequence,
-    }
+    } | plan_of(config, cache)
     print("training: " + ", ".join(f"{name} {value}" for name, value in plan.items() if name != "stage"), flush=True)
     if dry_run:
         return plan | {"dry_run": True}
@@ -42,7 +44,8 @@ def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     with runner.track(config, "train", run_id=earlier, architecture=config.drafter.architecture) as tracked:
         write_json(output / "mlflow_run.json", {"run_id": tracked.run_id, "uri": tracked.uri})
         runner.start_ray()
-        result = fit(config, initial, tracking_uri=tracked.uri or resolve_uri(config.tracking), run_id=tracked.run_id)
+        uri = tracked.uri or resolve_uri(config.tracking)
+        result = fit(config, cache, initial, tracking_uri=uri, run_id=tracked.run_id)
         for name in ("config.json", "provenance.json", "history.jsonl", "model.safetensors"):
             tracked.log_artifact(local_file(output / name), "drafter")
     return result

@@ -149,12 +149,17 @@ def test_too_little_disk_is_said_before_the_target_is_loaded(answers, tmp_path, 
     assert not (tmp_path / "cache" / "manifest.json").exists()
 
 
-def test_a_byte_budget_is_kept_and_the_rest_is_counted(finished, answers, tmp_path):
+def test_a_byte_budget_is_kept_by_all_files_and_the_rest_is_counted(finished, answers, tmp_path, capsys):
     budget = finished[1]["bytes"] // 3
-    plan = cache.run(config_for(answers, tmp_path / "cache", max_cache_bytes=budget), dry_run=True)
-    assert plan["bytes"] <= budget
-    assert plan["answers_kept"] + sum(plan["rejected"].values()) == plan["answers"]
-    assert plan["rejected"]["over max_cache_bytes"] > 0
+    result = cache.run(config_for(answers, tmp_path / "cache", max_cache_bytes=budget))
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= result["max_disk_bytes"] <= budget
+    assert 0 < result["samples"] < result["samples_usable"] == NUM_OK
+    said = f"{result['samples']} of {NUM_OK} samples fit into max_cache_bytes ({budget:,})"
+    assert said in capsys.readouterr().out
+    assert result["answers_kept"] + sum(result["rejected"].values()) == result["answers"]
+    assert result["rejected"]["over max_cache_bytes"] == NUM_OK - result["answers_kept"]
+    assert len(TargetCache(tmp_path / "cache")) == result["samples"]
 
 
 def test_no_answers_name_the_job_that_makes_them(tmp_path):

@@ -4,11 +4,10 @@ Legend: B sequences of a batch, T padded tokens, m captured layers, d hidden siz
 """
 
 import json
-import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pydantic
 import torch
@@ -16,6 +15,7 @@ import torch
 from dspark.chat import training_sequences, truncate
 from dspark.config import Config, build_config
 from dspark.data.answers import AnswerSet
+from dspark.data.cache_budget import SHARD_BYTES, AnswerSize, choose, entry_bytes, folder_bytes
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
 from dspark.engine.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.numerics import use_fast_float32_products
@@ -31,8 +31,9 @@ class CacheConfig(Config):
 
     answers: folder made by jobs/generate.py. target_layer_ids: 0-based decoder layers to capture, -1 the embeddings;
     None spaces five evenly. min_loss_tokens: samples with fewer supervised tokens are left out and counted.
-    max_cache_bytes: whole samples are kept, in a seeded order, until the budget is used. shard_tokens, batch_tokens:
-    tokens per file and per forward pass. gpus_per_worker: None gives each worker one where the cluster has any.
+    max_cache_bytes: of the whole folder, temporary files included; whole answers are kept, in an order drawn by seed
+    and id, as many as fit. shard_tokens, batch_tokens: tokens per file and per forward pass. gpus_per_worker: None
+    gives each worker one where the cluster has any.
     """
 
     answers: str
@@ -51,6 +52,19 @@ class CacheConfig(Config):
     tracking: TrackingConfig = TrackingConfig()
 
 
+class CaptureSettings(Protocol):
+    """The fields of a stage's config that decide what is captured."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...] | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def min_loss_tokens(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class PlannedSample:
     """One sequence to capture; `id` is the answer's, with `#k` for its k-th sequence beyond the first."""
@@ -64,7 +78,11 @@ class PlannedSample:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """samples in cache order; rows_in answers = rows kept + rejected by reason (counted in rows)."""
+    """samples in cache order; rows_in answers = rows kept + rejected by reason (counted in rows).
+
+    num_usable: samples there would be without a byte budget. projected_bytes: of the states alone. disk_bytes: at most
+    what the folder ever takes.
+    """
 
     shards: list[list[PlannedSample]]
     rows_in: int
@@ -73,6 +91,17 @@ class CachePlan:
     num_tokens: int
     num_supervised: int
     projected_bytes: int
+    num_usable: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class UsableAnswers:
+    """rows: the samples of each answer that has any; rows_in answers = rows + rejected by reason."""
+
+    rows: list[list[PlannedSample]]
+    rows_in: int
+    rejected: dict[str, int]
 
 
 def default_layer_ids(num_target_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -81,11 +110,8 @@ def default_layer_ids(num_target_layers: int, count: int = 5) -> tuple[int, ...]
     return tuple(sorted({round(1 + k * (last - 1) / (count - 1)) for k in range(count)}))
 
 
-def plan_cache(answers: AnswerSet, config: CacheConfig, *, hidden_size: int, num_layers: int) -> CachePlan:
-    """Sequences of all usable answers, cut to the byte budget and dealt into shards.
-
-    The same answers and config give the same plan, so that a second run finds its finished shards again.
-    """
+def usable_answers(answers: AnswerSet, *, max_length: int, min_loss_tokens: int) -> UsableAnswers:
+    """Samples of the answers that can teach, in the answers' order; the same answers give the same samples."""
     rejected: Counter[str] = Counter()
     rows: list[list[PlannedSample]] = []
     rows_in = 0
@@ -94,35 +120,57 @@ def plan_cache(answers: AnswerSet, config: CacheConfig, *, hidden_size: int, num
         if row["status"] != "ok":
             rejected[f"answer {row['status']}"] += 1
             continue
-        samples = [
-            sample for sample in _samples(row, config.max_length) if sum(sample.loss_mask) >= config.min_loss_tokens
-        ]
+        samples = [sample for sample in _samples(row, max_length) if sum(sample.loss_mask) >= min_loss_tokens]
         if samples:
             rows.append(samples)
         else:
-            rejected[f"under {config.min_loss_tokens} supervised tokens"] += 1
-    kept = _within_budget(rows, config, hidden_size=hidden_size, num_layers=num_layers)
-    if len(kept) < len(rows):
-        rejected["over max_cache_bytes"] = len(rows) - len(kept)
-    samples = [sample for row in kept for sample in row]
+            rejected[f"under {min_loss_tokens} supervised tokens"] += 1
+    return UsableAnswers(rows, rows_in, dict(rejected))
+
+
+def plan_cache(
+    answers: AnswerSet,
+    config: CacheConfig,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    request: dict[str, Any] | None = None,
+) -> CachePlan:
+    """Sequences of all usable answers, cut to the byte budget and dealt into shards.
+
+    The same answers and config give the same plan, so that a second run finds its finished shards again.
+    request: what the cache will record as asked for; it counts for the budget.
+    """
+    usable = usable_answers(answers, max_length=config.max_length, min_loss_tokens=config.min_loss_tokens)
+    sizes = [_size(row, hidden_size=hidden_size, num_layers=num_layers) for row in usable.rows]
+    beside = folder_bytes(request or {})
+    kept = choose(sizes, max_bytes=config.max_cache_bytes - beside, shard_tokens=config.shard_tokens, seed=config.seed)
+    over = len(usable.rows) - len(kept)
+    samples = [sample for place in kept for sample in usable.rows[place]]
     num_tokens = sum(len(sample.input_ids) for sample in samples)
     num_supervised = sum(sum(sample.loss_mask) for sample in samples)
+    shards = list(_deal(samples, config.shard_tokens))
     return CachePlan(
-        shards=list(_deal(samples, config.shard_tokens)),
-        rows_in=rows_in,
+        shards=shards,
+        rows_in=usable.rows_in,
         rows_kept=len(kept),
-        rejected=dict(rejected),
+        rejected=usable.rejected | ({"over max_cache_bytes": over} if over else {}),
         num_tokens=num_tokens,
         num_supervised=num_supervised,
         projected_bytes=bytes_of(num_tokens, num_supervised, hidden_size=hidden_size, num_layers=num_layers),
+        num_usable=sum(len(row) for row in usable.rows),
+        disk_bytes=beside + SHARD_BYTES * len(shards) + sum(sizes[place].num_bytes for place in kept),
     )
 
 
 class CaptureWorker:
-    """Ray Data worker: a planned shard in (samples as JSON), a written shard and its counts out. Holds the target."""
+    """Ray Data worker: a planned shard in (samples as JSON), a written shard and its counts out. Holds the target.
+
+    Without a folder it only captures.
+    """
 
     def __init__(
-        self, target: dict[str, Any], layer_ids: tuple[int, ...], folder: str, batch_tokens: int, threads: int
+        self, target: dict[str, Any], layer_ids: tuple[int, ...], folder: str | None, batch_tokens: int, threads: int
     ):
         torch.set_num_threads(threads)
         config = build_config(TargetConfig, target)
@@ -132,14 +180,15 @@ class CaptureWorker:
         self._head = self._model.get_output_embeddings().weight[: vocabulary_size(load_tokenizer(config))].float()
         self._layer_ids = layer_ids
         self._batch_tokens = batch_tokens
-        self._writer = TargetCacheWriter(folder)
+        self._writer = None if folder is None else TargetCacheWriter(folder)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[int]]:
+        assert self._writer is not None
         counts: dict[str, list[int]] = {name: [] for name in ("shard", "samples", "tokens", "non_finite")}
         for shard, samples in zip(batch["shard"], batch["samples"], strict=True):
             planned = [PlannedSample(**sample) for sample in json.loads(samples)]
             captured = {sample.id: sample for sample in self.capture(planned)}
-            finite = [p for p in planned if _is_finite(captured[p.id])]
+            finite = [p for p in planned if is_finite(captured[p.id])]
             self._writer.write_shard(int(shard), ((captured[p.id], p.split, p.domain) for p in finite))
             counts["shard"].append(int(shard))
             counts["samples"].append(len(finite))
@@ -189,7 +238,8 @@ class CaptureWorker:
         return torch.cat([torch.logsumexp(chunk @ self._head.T, dim=-1) for chunk in chunks])
 
 
-def _is_finite(sample: CachedSample) -> bool:
+def is_finite(sample: CachedSample) -> bool:
+    """Whether all the target's states of a sample are numbers."""
     return all(bool(tensor.isfinite().all()) for tensor in (sample.hidden, sample.last_hidden, sample.log_z))
 
 
@@ -203,7 +253,7 @@ def refuse_unsupported_head(model: Any) -> None:
         raise ValueError(f"target {type(model).__name__} has a head with bias; drafters for it are not supported")
 
 
-def resolve_layer_ids(config: CacheConfig, num_target_layers: int) -> tuple[int, ...]:
+def resolve_layer_ids(config: CaptureSettings, num_target_layers: int) -> tuple[int, ...]:
     """The configured ids or the default ones. Raises: ValueError for ids the target cannot give."""
     layer_ids = config.target_layer_ids or default_layer_ids(num_target_layers)
     check_layer_ids(layer_ids, num_target_layers)
@@ -217,22 +267,12 @@ def _samples(row: dict[str, Any], max_length: int) -> Iterator[PlannedSample]:
         yield PlannedSample(name, row["split"], row["domain"], list(sequence.input_ids), list(sequence.loss_mask))
 
 
-def _within_budget(
-    rows: list[list[PlannedSample]], config: CacheConfig, *, hidden_size: int, num_layers: int
-) -> list[list[PlannedSample]]:
-    """Rows in a seeded order until the next one does not fit, back in their first order."""
-    order = list(range(len(rows)))
-    random.Random(config.seed).shuffle(order)
-    chosen: list[int] = []
-    used = 0
-    for index in order:
-        tokens = sum(len(sample.input_ids) for sample in rows[index])
-        supervised = sum(sum(sample.loss_mask) for sample in rows[index])
-        used += bytes_of(tokens, supervised, hidden_size=hidden_size, num_layers=num_layers)
-        if used > config.max_cache_bytes:
-            break
-        chosen.append(index)
-    return [rows[index] for index in sorted(chosen)]
+def _size(row: list[PlannedSample], *, hidden_size: int, num_layers: int) -> AnswerSize:
+    tokens = sum(len(sample.input_ids) for sample in row)
+    supervised = sum(sum(sample.loss_mask) for sample in row)
+    entries = sum(entry_bytes(sample.id, sample.split, sample.domain) for sample in row)
+    states = bytes_of(tokens, supervised, hidden_size=hidden_size, num_layers=num_layers)
+    return AnswerSize(row[0].id, tokens, states + entries)
 
 
 def _deal(samples: list[PlannedSample], shard_tokens: int) -> Iterator[list[PlannedSample]]:

@@ -1,7 +1,8 @@
 """The target cache: hidden states on disk, as safetensors shards with a manifest. The format is private to this file.
 
 A folder holds `request.json` (what was asked for), `shard-00000.safetensors` with a sidecar `shard-00000.json`
-(checksum and samples, written after the shard: its commit mark) and, last of all, `manifest.json`.
+(checksum and samples, written after the shard: its commit mark) and, last of all, `manifest.json`. What all of them
+take at most is in `cache_budget.py`.
 
 Legend: T tokens of a shard, S supervised tokens of it, m captured layers, d hidden size.
     input_ids [T] int32 · loss_mask [T] uint8 · hidden [T, m*d] bf16
@@ -10,7 +11,8 @@ Legend: T tokens of a shard, S supervised tokens of it, m captured layers, d hid
 
 import errno
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.data.sample_counts import SampleCounts
 from dspark.errors import Mismatch, MissingInput, OutOfSpace
 from dspark.provenance import file_sha256, read_json, require_same, write_json
 from dspark.storage import Location, RemotePath, locate, sizes_in
@@ -102,6 +105,10 @@ class TargetCacheWriter:
         """
         entries, columns = _concatenate(samples)
         path = self._shard(shard)
+        # What a worker that died left of this shard goes first, so that the folder never holds it twice.
+        leftovers = self.folder.glob(f".tmp-*-{path.name}")
+        for leftover in (path, self._sidecar(shard), *leftovers):
+            leftover.unlink(missing_ok=True)
         try:
             with staged(path) as temporary:
                 save_file(columns, str(temporary))
@@ -132,6 +139,7 @@ class TargetCacheWriter:
                 )
             shards.append(read_json(self._sidecar(shard)))
         manifest = {"format": FORMAT, "request": request, "shards": shards} | extra
+        (self.folder / MANIFEST).unlink(missing_ok=True)  # the old one and the new one together may exceed the budget
         write_json(self.folder / MANIFEST, manifest)
         return manifest
 
@@ -169,7 +177,9 @@ class TargetCacheWriter:
 
 
 class TargetCache:
-    """A complete cache, opened for reading. Samples are numbered 0…len-1 in manifest order."""
+    """A complete cache, opened for reading: the offline SampleSource. Samples are numbered in manifest order."""
+
+    steps_ahead = 0
 
     def __init__(self, folder: str | Location) -> None:
         self.folder = locate(folder)
@@ -193,6 +203,22 @@ class TargetCache:
                 self.entries.append(SampleEntry(**sample))
                 self._files.append((path, shard["sha256"]))
         self._open = lru_cache(maxsize=16)(_open_shard)
+        self._counts = SampleCounts()
+
+    @property
+    def description(self) -> str:
+        return f"target cache {self.folder}"
+
+    @property
+    def target_config(self) -> dict[str, Any]:
+        """The TargetConfig that was captured, as plain values."""
+        return dict(self.manifest["target_config"])
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Which of the answers came into the cache, as far as the job that made it says."""
+        result = self.manifest.get("result", {})
+        return {name: result[name] for name in ("answers", "answers_kept", "rejected") if name in result}
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -201,19 +227,38 @@ class TargetCache:
         """Numbers of the samples of a split."""
         return [index for index, entry in enumerate(self.entries) if entry.split == split]
 
+    def expect(self, groups: Iterable[Sequence[int]]) -> None:
+        """Nothing to prepare: the states lie on disk."""
+
+    def take_counts(self) -> SampleCounts:
+        """What was loaded since the last call."""
+        counts, self._counts = self._counts, SampleCounts()
+        return counts
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """input_ids [L] int64 and loss_mask [L] uint8 of a sample, without its states."""
+        entry, shard = self.entries[index], self._open(*self._files[index])
+        tokens = slice(entry.start, entry.stop)
+        return shard.get_slice("input_ids")[tokens].long(), shard.get_slice("loss_mask")[tokens]
+
     def load(self, index: int) -> CachedSample:
         """Read one sample from disk."""
-        entry, shard = self.entries[index], self._open(*self._files[index])
+        started = time.monotonic()
+        entry = self.entries[index]
+        shard = self._open(*self._files[index])
         supervised = slice(entry.first_supervised, entry.first_supervised + entry.num_supervised)
-        tokens = slice(entry.start, entry.stop)
-        return CachedSample(
+        input_ids, loss_mask = self.tokens(index)
+        sample = CachedSample(
             id=entry.id,
-            input_ids=shard.get_slice("input_ids")[tokens].long(),
-            loss_mask=shard.get_slice("loss_mask")[tokens],
-            hidden=shard.get_slice("hidden")[tokens],
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            hidden=shard.get_slice("hidden")[entry.start : entry.stop],
             last_hidden=shard.get_slice("last_hidden")[supervised],
             log_z=shard.get_slice("log_z")[supervised],
         )
+        self._counts.samples += 1
+        self._counts.wait_s += time.monotonic() - started
+        return sample
 
     def verify(self) -> None:
         """Raises: Mismatch naming the first shard whose bytes are not those that were written."""

@@ -5,6 +5,7 @@ from typing import Literal
 import pydantic
 
 from dspark.config import Config
+from dspark.data.online import DataConfig
 from dspark.drafters.initialize import DrafterShape
 from dspark.tracking import TrackingConfig
 from dspark.training.losses import LossWeights
@@ -23,18 +24,19 @@ class LossPhase(LossWeights):
 class TrainConfig(Config):
     """The train stage.
 
-    cache: folder made by jobs/cache.py. output: becomes the drafter's folder. initialize_from: a drafter to go on
-    from, a folder or a hub id such as deepseek-ai/dspark_qwen3_4b_block7 at initialize_revision (its shape and its
-    vocabulary mapping are kept: what `drafter` says must agree, {} says nothing); None starts from the target.
-    sequences_per_step: the global batch,
-    whatever the number of workers. loss_phases: the TV gradient vanishes while the drafter is far from the target,
-    so a first phase heavy on CE saves steps. position_decay: w_j = exp(-j / it). precision: of the backbone's
-    products; weights, optimiser, logits and losses are float32 always. max_skipped: micro-batches with a non-finite
-    loss that are tolerated before the run stops. expert_parallel_size: workers that share one set of experts, for
-    mixtures too large for one device; it changes no result.
+    cache: folder made by jobs/cache.py; None with data.mode online. output: becomes the drafter's folder.
+    initialize_from: a drafter to go on from, a folder or a hub id such as deepseek-ai/dspark_qwen3_4b_block7 at
+    initialize_revision (its shape and its vocabulary mapping are kept: what `drafter` says must agree, {} says
+    nothing); None starts from the target. sequences_per_step: the global batch, whatever the number of workers.
+    loss_phases: the TV gradient vanishes while the drafter is far from the target, so a first phase heavy on CE saves
+    steps. position_decay: w_j = exp(-j / it). precision: of the backbone's products; weights, optimiser, logits and
+    losses are float32 always. max_skipped: micro-batches with a non-finite loss that are tolerated before the run
+    stops. expert_parallel_size: workers that share one set of experts, for mixtures too large for one device; it
+    changes no result.
     """
 
-    cache: str
+    cache: str | None = None
+    data: DataConfig = DataConfig()
     output: str
     drafter: DrafterShape
     initialize_from: str | None = None
@@ -67,6 +69,7 @@ class TrainConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "TrainConfig":
+        self.data.require_consistent(self.cache)
         ends = [phase.until for phase in self.loss_phases]
         if not ends or ends != sorted(ends) or ends[-1] != 1.0:
             raise ValueError(f"loss_phases must ascend in `until` and end at 1.0, got {ends}")

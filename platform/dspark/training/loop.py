@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dspark.config import build_config
-from dspark.data.target_cache import TargetCache
+from dspark.data.sample_counts import SampleCounts
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.errors import TrainingDiverged
 from dspark.numerics import use_fast_float32_products
@@ -23,7 +24,8 @@ from dspark.training.expert_parallel import spread_experts
 from dspark.training.losses import LossWeights
 from dspark.training.objective import StepTotals, micro_batch_loss, step_totals, weight_sums
 from dspark.training.precision import Autocast
-from dspark.training.progress import History
+from dspark.training.progress import DATA_COUNTED, History
+from dspark.training.samples import rank_samples
 from dspark.training.zero import load_engine, local_device, save_engine, start_engine, warmup_cosine
 
 log = logging.getLogger("dspark.train")
@@ -40,7 +42,7 @@ class TrainLoop:
         self.device = local_device()
         torch.set_num_threads(config.threads_per_worker)
         use_fast_float32_products()
-        self.cache = TargetCache(config.cache)
+        self.cache = rank_samples(config, run.get("samples"), rank=self.rank)
         self.train_indices = self.cache.indices("train")
         self.validation_indices = self.cache.indices("heldout")[: config.validation_samples]
         self.drafter = load_drafter(run["initial"], device=str(self.device), trainable=True)
@@ -65,6 +67,7 @@ class TrainLoop:
             self.parallel.start_optimizer(self.engine, config)
         self._stand_in: MicroBatch | None = None
         self.step, self.skipped, self.skipped_now = 0, 0, 0
+        self.announced, self.data_metrics = 0, dict[str, float]()
         self._resume()
         self.history = History(run, start_step=self.step) if self.rank == 0 else None
 
@@ -77,7 +80,7 @@ class TrainLoop:
             factors = config.loss_weights(self.step)
             totals = self._train_step(factors)
             self.step += 1
-            metrics = totals.metrics(factors) | self.experts.balance(self._sum_over_ranks)
+            metrics = totals.metrics(factors) | self.data_metrics | self.experts.balance(self._sum_over_ranks)
             metrics |= {
                 "learning_rate": self.engine.get_lr()[0],
                 "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
@@ -109,13 +112,13 @@ class TrainLoop:
             "tokens_per_s": round(totals["tokens"] / seconds, 1),
             "anchors": int(totals["blocks"]),
             "supervised_slots": int(totals["supervised_slots"]),
-        }
+        } | {name: round(totals[name], 2) for name in DATA_COUNTED}
 
     def _train_step(self, factors: LossWeights) -> StepTotals:
-        config = self.config
+        config, started = self.config, time.monotonic()
         torch.manual_seed(step_seed(config.seed, self.step, self.rank))  # dropout after a resume is as without one
-        samples = step_samples(self.train_indices, self.step, config.sequences_per_step, config.seed)
-        micro_batches = self._micro_batches(samples, config.seed)
+        self._announce()
+        micro_batches = self._micro_batches(self._samples_of(self.step), config.seed)
         weights = self._sum_over_ranks(sum((weight_sums(micro) for micro in micro_batches), torch.zeros(2).double()))
         num_blocks = torch.tensor(float(sum(micro.num_blocks for micro in micro_batches if micro is not None)))
         routed = float(self._sum_over_ranks(num_blocks)) * self.drafter.block_size
@@ -132,10 +135,12 @@ class TrainLoop:
                 loss, totals = loss + balancing, totals + micro_totals
             self.engine.backward(loss * scale)
             (self.parallel or self.engine).step()
-        summed = self._sum_over_ranks(torch.cat([totals.values, torch.tensor([float(skipped)], dtype=torch.float64)]))
-        self.skipped_now = int(summed[-1])
+        parts = [totals.values, torch.tensor([float(skipped)], dtype=torch.float64), self.cache.take_counts().values]
+        summed, skipped_sum, counts = self._sum_over_ranks(torch.cat(parts)).split([part.numel() for part in parts])
+        self.skipped_now = int(skipped_sum)
         self.skipped += self.skipped_now
-        return StepTotals(summed[:-1], totals.block_size)
+        self.data_metrics = SampleCounts.metrics(counts, num_ranks=self.world, step_s=time.monotonic() - started)
+        return StepTotals(summed, totals.block_size)
 
     def _forward(
         self, micro: MicroBatch | None, weights: Tensor, factors: LossWeights
@@ -170,11 +175,26 @@ class TrainLoop:
         """Zero gradients for every trainable weight: keeps the ranks' collectives in step."""
         return sum((p.sum() * 0.0 for p in self.drafter.parameters() if p.requires_grad), torch.zeros(()))
 
-    def _micro_batches(self, samples: list[StepSample], seed: int) -> list[MicroBatch | None]:
+    def _samples_of(self, step: int) -> list[StepSample]:
+        return step_samples(self.train_indices, step, self.config.sequences_per_step, self.config.seed)
+
+    def _announce(self) -> None:
+        """Tell the source what this step and those it works ahead for will load."""
+        stop = min(self.step + 1 + self.cache.steps_ahead, self.config.steps)
+        for step in range(max(self.announced, self.step), stop):
+            self._expect(self._samples_of(step))
+        self.announced = stop
+
+    def _expect(self, samples: list[StepSample]) -> None:
+        self.cache.expect([[samples[place].index for place in places] for places in self._dealt(samples)])
+
+    def _dealt(self, samples: list[StepSample]) -> list[list[int]]:
+        """This rank's micro-batches, as places in `samples`."""
         lengths = [self.cache.entries[sample.index].num_tokens for sample in samples]
-        config = self.config
-        dealt = deal(lengths, config.sequences_per_micro_batch, self.world)[self.rank]
-        return [self._micro_batch([samples[place] for place in places], seed) for places in dealt]
+        return deal(lengths, self.config.sequences_per_micro_batch, self.world)[self.rank]
+
+    def _micro_batches(self, samples: list[StepSample], seed: int) -> list[MicroBatch | None]:
+        return [self._micro_batch([samples[place] for place in places], seed) for places in self._dealt(samples)]
 
     def _micro_batch(self, samples: list[StepSample], seed: int) -> MicroBatch | None:
         config = self.config
@@ -211,6 +231,7 @@ class TrainLoop:
         totals = StepTotals.zeros(self.drafter.block_size)
         factors = self.config.loss_weights(self.step)
         samples = [StepSample(index, 0) for index in self.validation_indices]
+        self._expect(samples)
         for micro in self._micro_batches(samples, self.config.seed + 1):
             given = self._or_stand_in(micro)
             if given is None:
@@ -219,11 +240,10 @@ class TrainLoop:
             if micro is not None:
                 totals = totals + step_totals(losses, micro, self.drafter.block_size)
         self.model.train()
+        self.cache.take_counts()  # of held-out samples; a step's own figures are without them
         metrics = StepTotals(self._sum_over_ranks(totals.values), totals.block_size).metrics(factors)
         if self.history is not None:
             self.history.add_validation(self.step, metrics)
-        elif self.rank == 0:
-            log.info("held-out expected accepted length %.3f", metrics["expected_accepted_length"])
         return metrics
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -235,9 +255,8 @@ class TrainLoop:
 
     def _checkpoint(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            save_engine(
-                self.engine, folder, {"step": self.step, "skipped": self.skipped, "experts": self.experts.state()}
-            )
+            state = {"step": self.step, "skipped": self.skipped, "experts": self.experts.state()}
+            save_engine(self.engine, folder, state)
             if self.parallel is not None:
                 self.parallel.save(folder)
             if self.step == self.config.steps:

@@ -11,7 +11,8 @@ from dspark.tracking import attach
 log = logging.getLogger("dspark.train")
 
 HISTORY = "history.jsonl"
-COUNTED = ("blocks", "supervised_slots", "tokens")
+DATA_COUNTED = ("samples", "samples_not_finite", "samples_captured", "step_s", "data_wait_s", "target_s")
+COUNTED = ("blocks", "supervised_slots", "tokens", *DATA_COUNTED)
 
 
 class History:
@@ -45,7 +46,7 @@ class History:
     ) -> None:
         """Record a training step. expert_loads: per sparse layer the tokens of each expert, for the history alone."""
         for name in COUNTED:
-            self.totals[name] += metrics[name]
+            self.totals[name] += metrics.get(name, 0.0)
         self.seconds = self._earlier_s + time.monotonic() - self._started
         self._append(
             {"step": step, "elapsed_s": round(self.seconds, 2)}
@@ -56,7 +57,8 @@ class History:
         if log_line:
             rate = (step - self._start_step) / (time.monotonic() - self._started)
             log.info(
-                "step %d/%d  loss %.3f  ce %.3f  tv %.3f  expected tau %.3f  lr %.2e  %.2f steps/s  %.0f s left",
+                "step %d/%d  loss %.3f  ce %.3f  tv %.3f  expected tau %.3f  lr %.2e  %.2f steps/s  "
+                "%.0f %% waiting for samples  %.0f s left",
                 step,
                 steps,
                 metrics["loss"],
@@ -65,6 +67,7 @@ class History:
                 metrics["expected_accepted_length"],
                 metrics["learning_rate"],
                 rate,
+                100 * metrics.get("data_wait_s", 0.0) / max(metrics.get("step_s", 0.0), 1e-9),
                 (steps - step) / rate,
             )
 

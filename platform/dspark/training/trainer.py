@@ -12,7 +12,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch import Tensor
 
 from dspark.config import build_config
-from dspark.data.target_cache import TargetCache
+from dspark.data.sample_source import SampleSource
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.initialize import drafter_config, new_drafter
 from dspark.drafters.moe import num_idle_parameters
@@ -23,6 +23,7 @@ from dspark.storage import Location, locate, remove_tree
 from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
 from dspark.training.config import TrainConfig
 from dspark.training.loop import FINAL, train_worker
+from dspark.training.samples import shared_samples
 from dspark.transfer import staged
 
 log = logging.getLogger("dspark.train")
@@ -48,15 +49,15 @@ KEPT_SHAPE = {
 FREE_TO_CHANGE = {"tracking", "log_every", "max_worker_failures", "threads_per_worker", "keep_checkpoints"}
 
 
-def train_request(config: TrainConfig, cache: TargetCache) -> dict[str, Any]:
+def train_request(config: TrainConfig, cache: SampleSource) -> dict[str, Any]:
     """What a run's result depends on; a continuation must ask for the same."""
-    return config.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"output"}) | {
+    return config.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"output", "data"}) | {
         "cache_request": cache.request,
         "cache_samples": len(cache),
     }
 
 
-def prepare(config: TrainConfig, cache: TargetCache, *, fresh: bool) -> Location:
+def prepare(config: TrainConfig, cache: SampleSource, *, fresh: bool) -> Location:
     """Claim the output folder and write the initial drafter; returns its folder. Resumes what is there.
 
     Raises: Mismatch by field name when the folder holds another run.
@@ -79,19 +80,26 @@ def prepare(config: TrainConfig, cache: TargetCache, *, fresh: bool) -> Location
     return output / INITIAL
 
 
-def fit(config: TrainConfig, initial: Location, *, tracking_uri: str, run_id: str | None) -> dict[str, Any]:
+def fit(
+    config: TrainConfig, cache: SampleSource, initial: Location, *, tracking_uri: str, run_id: str | None
+) -> dict[str, Any]:
     """Train through Ray; returns rank 0's closing figures. The drafter lies in `config.output` afterwards."""
     output = locate(config.output)
-    trainer = TorchTrainer(
+    run = {"initial": str(initial), "output": str(output), "tracking_uri": tracking_uri, "run_id": run_id}
+    with shared_samples(config, cache) as samples:
+        result: Any = _trainer(config, run | {"samples": samples}).fit()
+    if result.return_value is None or result.checkpoint is None:
+        raise DsparkError(f"training ended without a result; see the log above and {output / CHECKPOINTS}")
+    with result.checkpoint.as_directory() as folder:
+        return publish(config, cache, Path(folder) / FINAL, result.return_value)
+
+
+def _trainer(config: TrainConfig, run: dict[str, Any]) -> TorchTrainer:
+    return TorchTrainer(
         train_worker,  # type: ignore[arg-type]  # the hint forgets that rank 0's return value is kept
         train_loop_config={
             "config": config.model_dump(mode="json"),
-            "run": {
-                "initial": str(initial),
-                "output": str(output),
-                "tracking_uri": tracking_uri,
-                "run_id": run_id,
-            },
+            "run": run,
         },
         torch_config=TorchConfig(backend="nccl" if config.use_gpu else "gloo", timeout_s=600),
         scaling_config=ScalingConfig(
@@ -101,28 +109,22 @@ def fit(config: TrainConfig, initial: Location, *, tracking_uri: str, run_id: st
         ),
         run_config=RunConfig(
             name=CHECKPOINTS,
-            storage_path=str(output),
+            storage_path=str(locate(config.output)),
             failure_config=FailureConfig(max_failures=config.max_worker_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=config.keep_checkpoints),
             worker_runtime_env={"env_vars": KEEP_FREED_MEMORY},  # type: ignore[call-arg]  # the hint is of Train's v1
         ),
     )
-    result: Any = trainer.fit()
-    if result.return_value is None or result.checkpoint is None:
-        raise DsparkError(f"training ended without a result; see the log above and {output / CHECKPOINTS}")
-    with result.checkpoint.as_directory() as folder:
-        return publish(config, Path(folder) / FINAL, result.return_value)
 
 
-def publish(config: TrainConfig, final: Path, figures: dict[str, Any]) -> dict[str, Any]:
+def publish(config: TrainConfig, cache: SampleSource, final: Path, figures: dict[str, Any]) -> dict[str, Any]:
     """Copy the trained drafter into the output folder with its provenance; returns the stage's result."""
     output = locate(config.output)
-    cache = TargetCache(config.cache)
     write_json(
         output / "provenance.json",
         {
             "target": cache.request["target"],
-            "target_config": cache.manifest["target_config"],
+            "target_config": cache.target_config,
             "chat": cache.request["chat"],
             "answers_fingerprint": cache.request["answers_fingerprint"],
             "git_revision": git_revision(),
@@ -134,7 +136,7 @@ def publish(config: TrainConfig, final: Path, figures: dict[str, Any]) -> dict[s
         with staged(output / name) as temporary:
             shutil.copyfile(final / name, temporary)
     parameters = count_parameters(output)
-    result = {"stage": "train", "output": config.output} | figures | parameters
+    result = {"stage": "train", "output": config.output} | cache.origin | figures | parameters
     write_json(output / RESULT, result)
     return result
 
@@ -154,13 +156,13 @@ def count_parameters(folder: Location) -> dict[str, int]:
     }
 
 
-def _write_initial(config: TrainConfig, cache: TargetCache, folder: Location) -> None:
+def _write_initial(config: TrainConfig, cache: SampleSource, folder: Location) -> None:
     if config.initialize_from is not None:
         _go_on_from(config, cache, folder)
         return
-    target_config = build_config(TargetConfig, cache.manifest["target_config"])
+    target_config = build_config(TargetConfig, cache.target_config)
     require_same(
-        f"target {target_config.name} of the cache {config.cache}",
+        f"target {target_config.name} of the {cache.description}",
         target_identity(target_config),
         cache.request["target"],
         remedy="make the cache again with jobs/cache.py --fresh",
@@ -175,7 +177,8 @@ def _write_initial(config: TrainConfig, cache: TargetCache, folder: Location) ->
     )
     train = cache.indices("train")
     if not train:
-        raise DsparkError(f"target cache {config.cache} has no samples of split 'train'; check the prompts' splits")
+        raise DsparkError(f"{cache.description} has no samples of split 'train'; check the prompts' splits")
+    cache.expect([train[:4]])
     drafter = new_drafter(
         shape,
         target,
@@ -187,16 +190,16 @@ def _write_initial(config: TrainConfig, cache: TargetCache, folder: Location) ->
     save_drafter(drafter, folder, dtype=torch.float32)
 
 
-def _go_on_from(config: TrainConfig, cache: TargetCache, folder: Location) -> None:
-    """Write the drafter of `initialize_from` as the initial one. Raises: Mismatch where it does not fit the cache."""
+def _go_on_from(config: TrainConfig, cache: SampleSource, folder: Location) -> None:
+    """Write the drafter of `initialize_from` as the initial one. Raises: Mismatch where it does not fit the states."""
     source = find_drafter(str(config.initialize_from), config.initialize_revision)
-    target_config = build_config(TargetConfig, cache.manifest["target_config"])
+    target_config = build_config(TargetConfig, cache.target_config)
     shape = take_drafter(source, target_config, cache.request["target"], folder)
     require_same(
-        f"drafter {source.name} and cache {config.cache}",
+        f"drafter {source.name} and {cache.description}",
         {"target_layer_ids": list(cache.request["target_layer_ids"])},
         {"target_layer_ids": list(shape.target_layer_ids)},
-        remedy="make the cache again with the drafter's target_layer_ids",
+        remedy="make the cache again, or capture online, with the drafter's target_layer_ids",
     )
     given = config.drafter.model_dump(include=config.drafter.model_fields_set & KEPT_SHAPE.keys())
     found = {name: getattr(shape, KEPT_SHAPE[name]) for name in given}
@@ -213,15 +216,15 @@ def _go_on_from(config: TrainConfig, cache: TargetCache, folder: Location) -> No
     )
 
 
-def most_frequent_tokens(cache: TargetCache, indices: list[int], count: int, vocabulary: int) -> Tensor:
+def most_frequent_tokens(cache: SampleSource, indices: list[int], count: int, vocabulary: int) -> Tensor:
     """Ascending ids of the `count` most frequent answer tokens: [count] int64. Says how much they cover.
 
     Ties and unseen tokens go by id, so the map depends on the data alone.
     """
     seen: Counter[int] = Counter()
     for index in indices:
-        sample = cache.load(index)
-        seen.update(sample.input_ids[sample.loss_mask.bool()].tolist())
+        input_ids, loss_mask = cache.tokens(index)
+        seen.update(input_ids[loss_mask.bool()].tolist())
     ranked = sorted(range(vocabulary), key=lambda token: (-seen[token], token))[:count]
     covered = sum(seen[token] for token in ranked) / max(1, sum(seen.values()))
     log.info("draft vocabulary: %d of %d tokens cover %.2f %% of the answers", count, vocabulary, 100 * covered)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dspark.config import build_config
-from dspark.data.target_cache import CachedSample, TargetCacheWriter
+from dspark.data.capture import PlannedSample
+from dspark.data.online import CapturedGroup, OnlineSamples, OwnTarget, SampleTable
+from dspark.data.target_cache import CachedSample, TargetCache, TargetCacheWriter
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.moe import routers
 from dspark.errors import TrainingDiverged
@@ -20,7 +22,9 @@ from dspark.training import loop as loop_module
 from dspark.training.config import TrainConfig
 from dspark.training.loop import TrainLoop
 from dspark.training.progress import read_history
+from dspark.training.trainer import prepare
 from random_drafter import VARIANTS, random_drafter, random_sample
+from tiny_cache import LAYER_IDS, make_tiny_cache
 
 SHAPE = random_drafter(draft_vocab_size=40).config
 
@@ -224,3 +228,115 @@ def test_experts_are_balanced_and_their_loads_logged_however_a_step_is_cut(
 
 def test_without_held_out_samples_there_is_no_validation(tmp_path: Path, alone: list[dict[str, Any]]):
     assert loop_over(tmp_path, samples_of(4)).run()["validation"] == {}
+
+
+class Watched:
+    """The target in this process; how many samples were asked for and not yet answered, at most."""
+
+    def __init__(self, target_config: dict[str, Any]) -> None:
+        self._own = OwnTarget(target_config, LAYER_IDS, 2000)
+        self.asked: list[list[str]] = []
+        self.pending = self.most_pending = 0
+
+    def submit(self, planned: list[PlannedSample]) -> list[PlannedSample]:
+        self.asked.append([one.id for one in planned])
+        self.pending += len(planned)
+        self.most_pending = max(self.most_pending, self.pending)
+        return self._own.submit(planned)
+
+    def result(self, ticket: list[PlannedSample]) -> CapturedGroup:
+        self.pending -= len(ticket)
+        return self._own.result(ticket)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> TargetCache:
+    return make_tiny_cache(tmp_path_factory.mktemp("cache"), tiny_target, train=7, heldout=2)
+
+
+def tiny_config(output: Path, **source: Any) -> TrainConfig:
+    content = {
+        "output": str(output),
+        "drafter": {"num_layers": 1, "block_size": 3, "mask_token": "system", "markov_rank": 4, "draft_vocab_size": 40},
+        "steps": 6,
+        "sequences_per_step": 4,
+        "sequences_per_micro_batch": 2,
+        "anchors_per_sequence": 4,
+        "learning_rate": 1e-2,
+        "precision": "float32",
+        "validate_every": 3,
+    }
+    return build_config(TrainConfig, content | source)
+
+
+def online_loop(
+    cache: TargetCache, folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps_ahead: int
+) -> tuple[TrainLoop, Watched]:
+    """A loop over the cache's samples, their states captured anew."""
+    planned = [
+        PlannedSample(entry.id, entry.split, entry.domain, *(column.tolist() for column in cache.tokens(index)))
+        for index, entry in enumerate(cache.entries)
+    ]
+    targets = Watched(cache.target_config)
+    source = OnlineSamples(
+        SampleTable.of(planned),
+        targets,
+        folder="answers",
+        request=cache.request,
+        target_config=cache.target_config,
+        steps_ahead=steps_ahead,
+    )
+    monkeypatch.setattr(loop_module, "rank_samples", lambda config, shared, rank: source)
+    config = tiny_config(folder, data={"mode": "online", "answers": "answers", "steps_ahead": steps_ahead})
+    initial = prepare(config, source, fresh=False)
+    assert targets.asked  # the initial drafter saw a few
+    targets.asked.clear()
+    return TrainLoop(
+        config, {"initial": str(initial), "output": str(folder), "tracking_uri": "", "run_id": None}
+    ), targets
+
+
+def test_online_samples_give_the_losses_of_the_cache(
+    cache: TargetCache, tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny_config(tmp_path / "offline", cache=str(cache.folder))
+    initial = prepare(config, cache, fresh=False)
+    run = {"initial": str(initial), "output": config.output, "tracking_uri": "", "run_id": None}
+    offline = TrainLoop(config, run).run()
+    loop, _ = online_loop(cache, tmp_path / "online", monkeypatch, steps_ahead=2)
+    online = loop.run()
+    rows = [read_history(tmp_path / mode) for mode in ("offline", "online")]
+    for a, b in zip(*rows, strict=True):
+        a, b = a.get("heldout", a), b.get("heldout", b)
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+        assert (a["blocks"], a["tokens"]) == (b["blocks"], b["tokens"])
+    for figures in (offline, online):
+        assert (figures["samples"], figures["samples_not_finite"]) == (6 * 4, 0)
+    for mode, target_ran in (("offline", False), ("online", True)):
+        for row in (row for row in read_history(tmp_path / mode) if "heldout" not in row):
+            assert 0 < row["data_wait_s"] < row["step_s"]
+            assert (row["target_s"] > 0) == (row["samples_captured"] > 0) == target_ran
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 2])
+def test_no_more_is_asked_for_than_the_steps_ahead_and_all_of_it_is_used(
+    cache: TargetCache, tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, steps_ahead: int
+):
+    loop, targets = online_loop(cache, tmp_path, monkeypatch, steps_ahead=steps_ahead)
+    loop.run()
+    heldout = len(cache.indices("heldout"))
+    assert 4 * (1 + steps_ahead) <= targets.most_pending <= 4 * (1 + steps_ahead) + heldout
+    assert targets.pending == 0
+    assert sum(map(len, targets.asked)) == 6 * 4 + 3 * heldout
+
+
+def test_a_resumed_run_asks_for_what_an_uninterrupted_one_asks_for(
+    cache: TargetCache, tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    whole, targets = online_loop(cache, tmp_path / "whole", monkeypatch, steps_ahead=0)
+    whole.run()
+    resumed, targets_after = online_loop(cache, tmp_path / "resumed", monkeypatch, steps_ahead=0)
+    resumed.step = 4
+    resumed.run()
+    assert targets_after.asked == targets.asked[-len(targets_after.asked) :]
+    assert sum(map(len, targets_after.asked)) == 2 * 4 + len(cache.indices("heldout"))

@@ -15,6 +15,8 @@ METRICS = {
     "blocks": 3.0,
     "supervised_slots": 10.0,
     "tokens": 40.0,
+    "samples": 4.0,
+    "step_s": 0.5,
 }
 
 
@@ -66,7 +68,8 @@ def test_totals_and_seconds_run_on_over_a_restart(tmp_path: Path):
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     again = history_of(tmp_path, start_step=2)
     add_steps(again, 3, 3)
-    assert again.totals == {"blocks": 9.0, "supervised_slots": 30.0, "tokens": 120.0}
+    counted = {"blocks": 9.0, "supervised_slots": 30.0, "tokens": 120.0, "samples": 12.0, "step_s": 1.5}
+    assert {name: value for name, value in again.totals.items() if value} == counted
     assert 200.0 <= again.seconds < 210.0
 
 

@@ -64,7 +64,7 @@ def test_a_run_in_a_store_is_begun_once_and_published(place: str, cache: TargetC
     with pytest.raises(Mismatch, match=r"learning_rate is .* is asked for; use --fresh or another output"):
         prepare(config_for(cache, place, learning_rate=0.5), cache, fresh=False)
     final = Path(shutil.copytree(_local_copy(initial), cache.folder / f"final-{hash(place)}"))
-    result = publish(config, final, {"steps": 4})
+    result = publish(config, cache, final, {"steps": 4})
     assert result["parameters"] > 0
     assert is_drafter_folder(place)
     target = drafter_target(place)

@@ -92,7 +92,7 @@ def test_training_can_go_on_from_a_checkpoint_of_the_public_form(cache, tmp_path
     assert given.keys() == written.keys()
     assert all(torch.equal(given[name], written[name]) for name in given)
     assert "calibrations of that drafter do not hold for the new one: run jobs/calibrate.py" in caplog.text
-    publish(config, initial, {"steps": 4})
+    publish(config, cache, initial, {"steps": 4})
     provenance = json.loads((tmp_path / "run" / "provenance.json").read_text())
     assert provenance["initialized_from"]["name"] == str(tmp_path / "given")
     assert provenance["initialized_from"]["sha256"].keys() == {"config.json", "model.safetensors"}
@@ -174,7 +174,7 @@ def test_a_target_that_is_not_the_one_in_the_cache_is_refused_by_field_name(tmp_
 def test_a_published_drafter_says_where_it_comes_from(cache: TargetCache, tmp_path: Path):
     config = config_for(cache, tmp_path)
     initial = prepare(config, cache, fresh=False)
-    result = publish(config, initial, {"steps": 4})
+    result = publish(config, cache, initial, {"steps": 4})
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert result["steps"] == 4
     provenance = json.loads((tmp_path / "provenance.json").read_text())

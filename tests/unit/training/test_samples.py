@@ -1,0 +1,93 @@
+"""Which source a config gives, what it plans, and how much of it may be on its way."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark.config import build_config
+from dspark.data.online import OnlineSamples
+from dspark.data.target_cache import TargetCache, bytes_of
+from dspark.errors import DsparkError, MissingInput
+from dspark.training.config import TrainConfig
+from dspark.training.samples import most_bytes_on_the_way, open_samples, plan_of, rank_samples, require_room
+from dspark.training.trainer import train_request
+from tiny_answers import make_tiny_answers
+from tiny_cache import LAYER_IDS, make_tiny_cache
+
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    return make_tiny_answers(tmp_path_factory.mktemp("answers"), tiny_target, ok=12, empty=2, short=1)
+
+
+def config_for(source: dict[str, Any], **changes: Any) -> TrainConfig:
+    content = {"output": "o", "steps": 3, "drafter": {}, "sequences_per_step": 4, "validation_samples": 2}
+    return build_config(TrainConfig, content | source | changes)
+
+
+def online(answers: Path, **changes: Any) -> dict[str, Any]:
+    data = {"mode": "online", "answers": str(answers), "dtype": "float32", "target_layer_ids": LAYER_IDS}
+    return {"data": data | changes}
+
+
+def test_every_answer_is_a_sample_or_rejected_by_reason(answers: Path):
+    source = open_samples(config_for(online(answers)))
+    assert isinstance(source, OnlineSamples)
+    assert source.origin["rejected"] == {"answer empty": 2, "under 14 supervised tokens": 1}
+    assert source.origin["answers"] == source.origin["answers_kept"] + 3 == 15
+    assert len(source) == 12
+    assert source.request["target_layer_ids"] == list(LAYER_IDS)
+    assert sorted(source.indices("train") + source.indices("heldout")) == list(range(12))
+
+
+def test_a_cache_is_opened_where_one_is_named(tiny_target: Path, tmp_path: Path):
+    cache = make_tiny_cache(tmp_path, tiny_target, train=2, heldout=1)
+    config = config_for({"cache": str(cache.folder)})
+    for source in (open_samples(config), rank_samples(config, None, rank=0)):
+        assert isinstance(source, TargetCache)
+    assert plan_of(config, cache) == {}
+
+
+def test_absent_answers_name_the_job_that_makes_them(tmp_path: Path):
+    with pytest.raises(MissingInput, match=r"answers not found: .*jobs/generate\.py"):
+        open_samples(config_for(online(tmp_path / "nothing")))
+
+
+def test_what_may_be_on_its_way_is_the_longest_samples_of_the_steps_ahead(answers: Path):
+    source = open_samples(config_for(online(answers)))
+    assert isinstance(source, OnlineSamples)
+
+    def size(index: int) -> int:
+        entry = source.entries[index]
+        return bytes_of(entry.num_tokens, entry.num_supervised, hidden_size=HIDDEN, num_layers=len(LAYER_IDS))
+
+    train, heldout = (sorted(map(size, source.indices(split)), reverse=True) for split in ("train", "heldout"))
+    for steps_ahead in (0, 2):
+        config = config_for(online(answers, steps_ahead=steps_ahead))
+        expected = (1 + steps_ahead) * sum(train[:4]) + sum(heldout[:2])
+        assert most_bytes_on_the_way(config, source) == plan_of(config, source)["max_object_store_bytes"] == expected
+    many = config_for(online(answers, steps_ahead=0), sequences_per_step=25, validation_samples=0)
+    assert most_bytes_on_the_way(many, source) >= 25 * sum(train) / len(train)
+
+
+def test_states_that_would_spill_to_disk_are_refused_beforehand(answers: Path):
+    config = config_for(online(answers))
+    source = open_samples(config)
+    assert isinstance(source, OnlineSamples)
+    needed = most_bytes_on_the_way(config, source)
+    require_room(config, source, needed)
+    with pytest.raises(DsparkError, match=rf"up to {needed:,} bytes .* holds {needed - 1:,}; lower data.steps_ahead"):
+        require_room(config, source, needed - 1)
+
+
+def test_a_run_may_go_on_with_other_target_workers_but_not_with_other_states(answers: Path):
+    def request(**changes: Any) -> dict[str, Any]:
+        config = config_for(online(answers, **changes))
+        return train_request(config, open_samples(config))
+
+    assert request() == request(target_workers=3, steps_ahead=4, keep_bytes=10, batch_tokens=100)
+    assert request() != request(target_layer_ids=(0, 1))
+    assert request() != request(max_length=30)
