@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from public_step import MasterAdamW, PublicDrafter, PublicShape
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -21,6 +20,7 @@ from dspark.training.batches import make_micro_batch
 from dspark.training.losses import LossWeights, slot_losses
 from dspark.training.objective import micro_batch_loss, weight_sums
 from dspark.training.precision import Autocast
+from public_step import MasterAdamW, PublicDrafter, PublicShape
 
 FACTORS = LossWeights(ce=0.1, tv=0.9, confidence=1.0)
 POSITION_DECAY, LEARNING_RATE, SEED = 4.0, 1e-4, 0

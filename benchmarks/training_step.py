@@ -4,7 +4,9 @@
 
 The shapes are the demo's: 2 layers, d = 576, V = 49,152, blocks of 7, 64 anchors a sequence, 8 sequences a step. Every
 round takes one step of every subject on the same sequences and anchors, in turn, so that a slower minute of the machine
-hits all of them; ratios are taken within a round. The last line of stdout is one JSON object.
+hits all of them; ratios are taken within a round. Freed memory is kept by the process, as this package's training does,
+unless --memory default; DeepSpec's step is taken twice, with that setting and, in a process of its own, without. The
+last line of stdout is one JSON object. The eager forms need about 8 GB.
 """
 
 import argparse
@@ -17,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from public_step import PublicShape
-from subjects import Clock, PackedFused, PaddedEager, PublicStep, Subject
 
 from dspark.data.target_cache import CachedSample, TargetCache
 from dspark.drafters.config import DrafterConfig
@@ -26,6 +26,9 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.numerics import use_fast_float32_products
 from dspark.training.batches import step_samples
 from dspark.training.trainer import KEEP_FREED_MEMORY
+from public_process import PublicProcess
+from public_step import PublicShape
+from subjects import Clock, PackedFused, PaddedEager, PublicStep, Subject
 
 VOCABULARY, REDUCED, NUM_ANCHORS, PER_STEP, NUM_FEATURES = 49_152, 8_192, 64, 8, 4
 # (prompt, answer) tokens of chats with a small model: mean 280, a few answers too short for 64 anchors.
@@ -100,7 +103,7 @@ def gradient_difference(samples: Sequence[CachedSample], config: DrafterConfig) 
     for kind in (PackedFused, PaddedEager):
         drafter = new_drafter(config)
         options = {} if kind is PackedFused else {"only_supervised": False}
-        kind("float32", drafter, num_anchors=NUM_ANCHORS, bf16=False, **options).backward(samples, 0, Clock())  # type: ignore[arg-type]
+        kind("float32", drafter, num_anchors=NUM_ANCHORS, bf16=False, **options).backward(samples, 0, Clock())
         found.append({name: p.grad for name, p in drafter.named_parameters() if p.grad is not None})
     packed, padded = found
     assert packed.keys() == padded.keys()
@@ -149,8 +152,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--per-step", type=int, default=PER_STEP, help="sequences a step; fewer only for a quick look")
+    parser.add_argument("--memory", choices=("kept", "default"), default="kept", help="what becomes of freed memory")
     options = parser.parse_args()
-    if KEEP_FREED_MEMORY.items() - os.environ.items():  # as in training, for every subject; read when a process starts
+    if options.memory == "kept" and KEEP_FREED_MEMORY.items() - os.environ.items():  # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_FREED_MEMORY)
     torch.set_num_threads(options.threads)
     use_fast_float32_products()
@@ -165,6 +169,7 @@ def main() -> None:
 
     difference = gradient_difference(batches[0][:2], whole)
     print(f"gradients, packed + fused against padded + eager in float32: {difference:.1e} of the largest apart")
+    shape = PublicShape(VOCABULARY, num_features)
     subjects: list[Subject] = [
         PackedFused("packed, fused", new_drafter(whole), num_anchors=NUM_ANCHORS),
         PaddedEager("padded, eager", new_drafter(whole), num_anchors=NUM_ANCHORS, only_supervised=False),
@@ -172,7 +177,8 @@ def main() -> None:
             "padded, eager, supervised slots", new_drafter(whole), num_anchors=NUM_ANCHORS, only_supervised=True
         ),
         PackedFused(f"packed, fused, {REDUCED} ids", new_drafter(reduced), num_anchors=NUM_ANCHORS),
-        PublicStep("DeepSpec's step", PublicShape(VOCABULARY, num_features)),
+        PublicProcess("DeepSpec's step", shape, options.threads, without=KEEP_FREED_MEMORY),
+        PublicStep(f"DeepSpec's step, memory {options.memory}", shape),
     ]
     clocks = measure(subjects, batches)
     figures = report(clocks)
@@ -181,6 +187,7 @@ def main() -> None:
         "padded": ratio(clocks, names[0], names[1]),
         "padded_supervised": ratio(clocks, names[0], names[2]),
         "public": ratio(clocks, names[3], names[4]),
+        "public_memory_kept": ratio(clocks, names[3], names[5]),
     }
     print(json.dumps({"subjects": figures, "ratios": ratios, "gradient_difference": difference}))
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "platform" / "dspark"
-SCRIPTS = [ROOT / "jobs", ROOT / "deployments", ROOT / "prompts"]
+SCRIPTS = [ROOT / "jobs", ROOT / "deployments", ROOT / "prompts", ROOT / "benchmarks"]
 
 LAYER_OF = {
     "config": 0, "errors": 0, "outbox": 0, "provenance": 0, "run_lifecycle": 0, "storage": 0,

@@ -1,7 +1,8 @@
 """The head and the losses over it in one pass per chunk of slots, with closed-form gradients.
 
 Legend: N supervised slots, P positions of the target they are taught by, V' draft vocabulary, d hidden size, r Markov
-rank; z draft logits, q = softmax(z), p the target's probabilities on V', y label; of a chunk: n slots, u positions.
+rank; z draft logits, q = softmax(z), p the target's probabilities on V', y label; of a chunk or a tile of one: n slots,
+u positions.
     dCE/dz = q - 1_y        dTV/dz_v = q_v (s_v - sum_u q_u s_u),  s = sign(q - p)
 The slow twin is `losses.slot_losses` under autograd. Nothing of size [N, V'] or [P, V'] outlives a chunk. The
 confidence term needs only the TV of each slot, N numbers, and is left to autograd.
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from dspark.training.losses import OUTSIDE
 
-CHUNK_ROWS = 256  # fewer slow the products down; more cost memory, [rows, V'] a few times over, and gain nothing
+CHUNK_ROWS = 256  # fewer slow the products down; more cost memory, [rows, V'] twice over, and gain nothing
+TILE_BYTES = 2**20  # on a CPU: the passes over a tile of a chunk find it in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -68,26 +70,24 @@ class _HeadLoss(torch.autograd.Function):
         embedded_grad = None if embedded is None else torch.empty_like(embedded)
         bias_grad = None if bias_weight is None else torch.zeros_like(bias_weight)
         narrow_weight = head_weight.to(h.dtype)
-        terms = _chunk_terms_on(h.device.type)
-        for chunk, used in _chunks(targets.rows):
-            logits = _wide_product(h[chunk], head_weight, narrow_weight)
+        chunks = _chunks(targets.rows)
+        # Memory of a chunk is taken once: fresh pages cost a CPU as much as the passes over them.
+        most = (CHUNK_ROWS, max((used.stop - used.start for _, used in chunks), default=0))
+        logits_memory, target_memory = (head_weight.new_empty(rows, head_weight.shape[0]) for rows in most)
+        slope_memory = logits_memory if h.dtype == head_weight.dtype else torch.empty_like(logits_memory, dtype=h.dtype)
+        for chunk, used in chunks:
+            logits = _wide_product(h[chunk], head_weight, narrow_weight, logits_memory)
             if embedded is not None and bias_weight is not None:
                 logits.addmm_(embedded[chunk], bias_weight.T)
-            slope, ce[chunk], tv[chunk] = terms(
-                logits,
-                _wide_product(targets.last_hidden[used], head_weight, narrow_weight),
-                targets.log_z[used],
-                targets.rows[chunk] - used.start,
-                targets.labels[chunk],
-                targets.ce_scale[chunk],
-                targets.tv_scale[chunk],
-            )
+            target = _wide_product(targets.last_hidden[used], head_weight, narrow_weight, target_memory)
+            slope = logits if slope_memory is logits_memory else slope_memory[: len(logits)]
+            ce[chunk], tv[chunk] = _losses_of_chunk(logits, target, slope, targets, chunk, used)
             if h_grad is None:
                 continue
-            torch.mm(slope.to(h.dtype), narrow_weight, out=h_grad[chunk])
+            torch.mm(slope, narrow_weight, out=h_grad[chunk])
             if embedded is not None and bias_weight is not None:
-                torch.mm(slope, bias_weight, out=embedded_grad[chunk])  # type: ignore[index]
-                bias_grad.addmm_(slope.T, embedded[chunk])  # type: ignore[union-attr]
+                torch.mm(logits, bias_weight, out=embedded_grad[chunk])  # type: ignore[index]
+                bias_grad.addmm_(logits.T, embedded[chunk])  # type: ignore[union-attr]
         ctx.gradients = (h_grad, embedded_grad, bias_grad)
         ctx.mark_non_differentiable(ce, tv)
         return (ce * targets.ce_scale).sum() + (tv * targets.tv_scale).sum(), ce, tv
@@ -98,32 +98,66 @@ class _HeadLoss(torch.autograd.Function):
         return (*scaled, None, None)
 
 
-def chunk_terms(
-    logits: Tensor, target: Tensor, log_z: Tensor, rows: Tensor, labels: Tensor, ce_scale: Tensor, tv_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(slope, ce, tv) of a chunk: the loss's slope in the logits [n, V'], and the terms, [n] each.
+def target_probabilities(logits: Tensor, log_z: Tensor) -> Tensor:
+    """Turns the target's logits [u, V'] into its probabilities, in place; returns its mass outside V', [u]."""
+    probabilities = logits.sub_(log_z.unsqueeze(1)).exp_()
+    return (1.0 - probabilities.sum(dim=1)).clamp_min_(0.0)
 
-    logits: [n, V'] and target (logits): [u, V'], both overwritten; log_z: [u]; rows: [n], each slot's row of target.
+
+def slot_terms(
+    logits: Tensor,
+    target: Tensor,
+    outside_mass: Tensor,
+    rows: Tensor,
+    labels: Tensor,
+    ce_scale: Tensor,
+    tv_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(ce, tv) of n slots, and the loss's slope in their logits, which it is written over: [n, V'].
+
+    target: [u, V'] probabilities, outside_mass: [u]; rows: [n], each slot's row of these two.
     """
-    target = target.sub_(log_z.unsqueeze(1)).exp_()
-    outside_mass = (1.0 - target.sum(dim=1)).clamp_min_(0.0)
     inside = labels != OUTSIDE
     places = labels.clamp_min(0).unsqueeze(1)
-
-    highest, at = logits.max(dim=1, keepdim=True)
-    label_logit = logits.gather(1, places)
+    highest, label_logit = logits.amax(dim=1), logits.gather(1, places).squeeze(1)
     draft = torch.softmax(logits, dim=1)
-    # log sum exp z = z_v - log q_v for any v; the most probable one has a logarithm that is never infinite
-    ce = (highest - draft.gather(1, at).log() - label_logit).squeeze(1) * inside
+    # log sum exp z = z_v - log q_v for any v; for the most probable one the logarithm is never infinite
+    ce = (highest - draft.amax(dim=1).log() - label_logit) * inside
     difference = torch.sub(draft, target.index_select(0, rows))
-    signs = difference.sign()
+    signs = torch.sign(difference, out=logits)
     tv = difference.abs_().sum(dim=1).add_(outside_mass[rows])
 
     # slope = ce_scale (q - 1_y) + tv_scale q (s - q.s), with one factor of q taken out of both
     ce_scale, tv_scale = (ce_scale * inside).unsqueeze(1), tv_scale.unsqueeze(1)
-    mean_sign = torch.linalg.vecdot(draft, signs).unsqueeze(1)
-    slope = signs.sub_(mean_sign).mul_(tv_scale).add_(ce_scale).mul_(draft)
-    return slope.scatter_add_(1, places, -ce_scale), ce, tv
+    mean_sign = torch.mul(draft, signs, out=difference).sum(dim=1, keepdim=True)
+    signs.mul_(tv_scale).add_(ce_scale - tv_scale * mean_sign).mul_(draft).scatter_add_(1, places, -ce_scale)
+    return ce, tv
+
+
+def _losses_of_chunk(
+    logits: Tensor, target: Tensor, slope: Tensor, targets: HeadTargets, chunk: slice, used: slice
+) -> tuple[Tensor, Tensor]:
+    """(ce, tv) of a chunk; logits and `slope` are overwritten by the slope, target by the probabilities."""
+    probabilities, terms = _compiled_on(logits.device.type)
+    tile = logits.shape[0] if logits.is_cuda else max(1, TILE_BYTES // (logits.element_size() * logits.shape[1]))
+    log_z = targets.log_z[used].split(tile)
+    outside_mass = torch.cat([probabilities(*part) for part in zip(target.split(tile), log_z, strict=True)])
+    columns = (
+        targets.rows[chunk] - used.start,
+        targets.labels[chunk],
+        targets.ce_scale[chunk],
+        targets.tv_scale[chunk],
+    )
+    ce: list[Tensor] = []
+    tv: list[Tensor] = []
+    for tile_logits, tile_slope, *tile_columns in zip(
+        *(tensor.split(tile) for tensor in (logits, slope, *columns)), strict=True
+    ):
+        for values, found in zip((ce, tv), terms(tile_logits, target, outside_mass, *tile_columns), strict=True):
+            values.append(found)
+        if slope is not logits:
+            tile_slope.copy_(tile_logits)
+    return torch.cat(ce), torch.cat(tv)
 
 
 def _chunks(rows: Tensor) -> list[tuple[slice, slice]]:
@@ -140,14 +174,22 @@ def _chunks(rows: Tensor) -> list[tuple[slice, slice]]:
     ]
 
 
-def _wide_product(states: Tensor, head_weight: Tensor, narrow_weight: Tensor) -> Tensor:
-    """Logits [n, V'] in the head's precision. On a GPU bf16 factors are multiplied as such and summed in float32."""
+def _wide_product(states: Tensor, head_weight: Tensor, narrow_weight: Tensor, memory: Tensor) -> Tensor:
+    """Logits [n, V'] in the head's precision, in the first rows of `memory` on a CPU.
+
+    On a GPU bf16 factors are multiplied as such and summed in float32.
+    """
     if states.is_cuda and states.dtype == narrow_weight.dtype == torch.bfloat16:
         return torch.mm(states, narrow_weight.T, out_dtype=torch.float32)
-    return states.to(head_weight.dtype) @ head_weight.T
+    return torch.mm(states.to(head_weight.dtype), head_weight.T, out=memory[: len(states)])
 
 
 @functools.cache
-def _chunk_terms_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _compiled_on(device_type: str) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
     """Compiled on a GPU, where each pass over [n, V'] counts; a CPU would need a compiler installed for it."""
-    return torch.compile(chunk_terms, dynamic=True, fullgraph=True) if device_type == "cuda" else chunk_terms
+    if device_type != "cuda":
+        return target_probabilities, slot_terms
+    return (
+        torch.compile(target_probabilities, dynamic=True, fullgraph=True),
+        torch.compile(slot_terms, dynamic=True, fullgraph=True),
+    )

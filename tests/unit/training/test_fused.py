@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark.training import fused
-from dspark.training.fused import HeadTargets, chunk_terms, head_loss
+from dspark.training.fused import HeadTargets, head_loss, slot_terms, target_probabilities
 from dspark.training.losses import OUTSIDE, slot_losses
 
 N, P, D, R, V = 11, 8, 6, 3, 17
@@ -65,8 +65,12 @@ def fast(learned: list[Tensor | None], head: Tensor, targets: HeadTargets) -> tu
 
 @pytest.mark.parametrize("markov", [True, False])
 @pytest.mark.parametrize("chunk", [1, 4, 11, 128])
-def test_values_and_gradients_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, markov: bool, chunk: int):
+@pytest.mark.parametrize("tile", [1, 3])
+def test_values_and_gradients_are_those_of_the_twin(
+    monkeypatch: pytest.MonkeyPatch, markov: bool, chunk: int, tile: int
+):
     monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(fused, "TILE_BYTES", tile * V * 8)
     values, gradients = run(fast, markov=markov)
     expected_values, expected_gradients = run(twin, markov=markov)
     for found, expected in zip(values + gradients, expected_values + expected_gradients, strict=True):
@@ -155,15 +159,16 @@ def test_the_peak_of_extra_memory_is_an_eighth_of_the_twins(monkeypatch: pytest.
 
 
 def test_a_chunk_is_one_graph_for_the_compiler():
-    compiled = torch.compile(chunk_terms, fullgraph=True, backend="aot_eager")
     h, head, targets = near_target(12, 50, 8)
+    rest = (targets.rows, targets.labels, targets.ce_scale, targets.tv_scale)
 
-    def terms(function: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def terms(compiled: Callable[..., Any]) -> tuple[Tensor, ...]:
         logits, target = h.float() @ head.float().T, targets.last_hidden.float() @ head.float().T
-        rest = (targets.log_z, targets.rows, targets.labels, targets.ce_scale, targets.tv_scale)
-        return function(logits, target, *rest)
+        outside_mass = compiled(target_probabilities)(target, targets.log_z)
+        return (logits, target, outside_mass, *compiled(slot_terms)(logits, target, outside_mass, *rest))
 
-    for found, expected in zip(terms(compiled), terms(chunk_terms), strict=True):
+    graphs = terms(lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"))
+    for found, expected in zip(graphs, terms(lambda function: function), strict=True):
         torch.testing.assert_close(found, expected)
 
 
