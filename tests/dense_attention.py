@@ -96,6 +96,8 @@ def dense_packed_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
+    *,
+    scaling: float,
 ) -> Tensor:
     """What every form of packed attention must give, [A, G, H, D]: all blocks against all keys under one mask."""
     shared = queries.shape[2] // keys.shape[2]
@@ -104,6 +106,10 @@ def dense_packed_attention(
         for context, own in ((context_keys, keys), (context_values, values))
     )
     mixed = F.scaled_dot_product_attention(
-        queries.flatten(0, 1).transpose(0, 1), all_keys, all_values, attn_mask=packed_visibility(batch, window)
+        queries.flatten(0, 1).transpose(0, 1),
+        all_keys,
+        all_values,
+        attn_mask=packed_visibility(batch, window),
+        scale=scaling,
     )
     return mixed.transpose(0, 1).view_as(queries)

@@ -18,7 +18,12 @@ QWEN3_KEYS = {
 DRAFT_KEYS = {"block_size", "target_layer_ids", "mask_token_id", "markov_rank", "num_target_layers", "layer_types"}
 # Their defaults differ between engines, or between formats of one engine: never left out.
 ALWAYS_WRITTEN = {"sample_from_anchor", "confidence_head_with_markov", "markov_head_type", "is_causal", "layer_types"}
-VLLM_ARCHITECTURES = {"Qwen3DSparkModel", "Qwen3OmniDSparkModel", "Gemma4DSparkModel", "K3DSparkModel"}
+GEMMA4 = "Gemma4DSparkModel"
+GEMMA4_KEYS = {
+    "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "final_logit_softcapping", "hidden_activation",
+    "enable_moe_block", "hidden_size_per_layer_input",
+}  # fmt: skip
+VLLM_ARCHITECTURES = {"Qwen3DSparkModel", "Qwen3OmniDSparkModel", GEMMA4, "K3DSparkModel"}
 SGLANG_ARCHITECTURES = {"Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel"}
 SPECULATORS_KEYS = {
     "architectures", "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
@@ -28,8 +33,8 @@ SPECULATORS_KEYS = {
 
 
 def deepspec_loads(content: Content, tensors: Tensors, *, target_vocab_size: int) -> None:
-    assert content["architectures"] == ["Qwen3DSparkModel"]
-    assert content.keys() >= QWEN3_KEYS | DRAFT_KEYS | ALWAYS_WRITTEN
+    assert content["architectures"] == [GEMMA4 if _is_gemma4(content) else "Qwen3DSparkModel"]
+    assert content.keys() >= _layer_keys(content) | DRAFT_KEYS | ALWAYS_WRITTEN
     assert content["layer_types"] == ["full_attention"] * content["num_hidden_layers"]
     assert "draft_vocab_size" not in content
     wanted = _backbone(content) | _heads(content, target_vocab_size)
@@ -54,8 +59,9 @@ def sglang_loads(content: Content, tensors: Tensors, *, target_vocab_size: int) 
 
 def vllm_loads(content: Content, tensors: Tensors, *, target_vocab_size: int) -> None:
     assert set(content["architectures"]) <= VLLM_ARCHITECTURES
-    assert content["model_type"] == "qwen3"
-    assert QWEN3_KEYS | ALWAYS_WRITTEN | {"block_size", "target_layer_ids", "mask_token_id"} <= content.keys()
+    assert _is_gemma4(content) == (content["architectures"] == [GEMMA4])
+    assert _is_gemma4(content) or content["model_type"] == "qwen3"
+    assert _layer_keys(content) | ALWAYS_WRITTEN | {"block_size", "target_layer_ids", "mask_token_id"} <= content.keys()
     assert content["sample_from_anchor"] is True
     assert content["is_causal"] is False
     assert content["markov_rank"] > 0
@@ -109,8 +115,13 @@ LOADERS = {
 
 
 def _backbone(content: Content) -> dict[str, list[int]]:
-    d, width = content["hidden_size"], content["head_dim"]
-    q, kv = content["num_attention_heads"] * width, content["num_key_value_heads"] * width
+    is_gemma4, d = _is_gemma4(content), content["hidden_size"]
+    width, num_kv = (
+        (content["global_head_dim"], content["num_global_key_value_heads"])
+        if is_gemma4
+        else (content["head_dim"], content["num_key_value_heads"])
+    )
+    q, kv = content["num_attention_heads"] * width, num_kv * width
     ffn = content["intermediate_size"]
     wanted = {"fc.weight": [d, d * len(content["target_layer_ids"])], "hidden_norm.weight": [d], "norm.weight": [d]}
     for layer in range(content["num_hidden_layers"]):
@@ -120,8 +131,21 @@ def _backbone(content: Content) -> dict[str, list[int]]:
             "mlp.gate_proj": [ffn, d], "mlp.up_proj": [ffn, d], "mlp.down_proj": [d, ffn],
             "input_layernorm": [d], "post_attention_layernorm": [d],
         }  # fmt: skip
+        if is_gemma4:
+            of_layer |= {"pre_feedforward_layernorm": [d], "post_feedforward_layernorm": [d]}
+            wanted[f"layers.{layer}.layer_scalar"] = [1]
+        if is_gemma4 and content["attention_k_eq_v"]:
+            del of_layer["self_attn.v_proj"]
         wanted |= {f"layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
     return wanted
+
+
+def _is_gemma4(content: Content) -> bool:
+    return content["model_type"] in ("gemma4_text", "gemma4_unified_text")
+
+
+def _layer_keys(content: Content) -> set[str]:
+    return (QWEN3_KEYS - {"hidden_act"}) | GEMMA4_KEYS if _is_gemma4(content) else QWEN3_KEYS
 
 
 def _heads(content: Content, rows: int) -> dict[str, list[int]]:

@@ -34,6 +34,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reduced_vocabulary": {"draft_vocab_size": 30},
     "padded_vocabulary": {"valid_vocab_size": 50},
     "no_markov": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "bent_head": {"embedding_scale": 3.0, "logit_scale": 0.5, "final_logit_softcapping": 4.0, "lm_head_bias": True},
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "embedding_scale": 4.0,
+        "final_logit_softcapping": 5.0,
+    },
     "dflash": {
         "architecture": "dflash",
         "markov_rank": 0,
@@ -80,6 +91,8 @@ def random_drafter(*, seed: int = 0, **changes: Any) -> DSparkDrafter | DFlashDr
         for name, buffer in drafter.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     config = drafter.config
     if config.has_reduced_vocabulary:
         chosen = torch.randperm(config.valid_vocab_size, generator=generator)[: config.draft_vocab_size]

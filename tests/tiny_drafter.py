@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dspark.chat import ChatConfig
+from dspark.drafters.base import BlockBatch
 from dspark.drafters.checkpoint import save_drafter
 from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter
+from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.provenance import write_json
 from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
 
@@ -50,3 +53,22 @@ def make_tiny_drafter(
         },
     )
     return folder
+
+
+def learn_by_heart(drafter: Any, target: Any, prompt: list[int], answer: list[int], *, steps: int = 120) -> None:
+    """Train the drafter on one answer of the target until it can say it."""
+    tokens = prompt + answer
+    ids = torch.tensor([tokens])
+    with torch.no_grad(), HiddenStateCapture(target, drafter.target_layer_ids) as capture:
+        target(ids)
+        hidden = capture.hidden()
+    anchors = torch.arange(len(prompt), len(tokens) - drafter.block_size)[None]
+    batch = BlockBatch(ids, hidden, anchors, torch.ones_like(anchors, dtype=torch.bool))
+    labels = ids[0][anchors[..., None] + 1 + torch.arange(drafter.block_size)]
+    slots = torch.ones_like(labels, dtype=torch.bool)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(steps):
+        loss = F.cross_entropy(drafter(batch, slots).logits, labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

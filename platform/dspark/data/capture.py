@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 import pydantic
 import torch
+import torch.nn.functional as F
 
 from dspark.chat import training_sequences, truncate
 from dspark.config import Config, build_config
 from dspark.data.answers import AnswerSet
 from dspark.data.cache_budget import SHARD_BYTES, AnswerSize, choose, entry_bytes, folder_bytes
+from dspark.data.head_probe import describe_head
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
 from dspark.engine.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.numerics import use_fast_float32_products
@@ -23,7 +25,6 @@ from dspark.targets import TargetConfig, input_device, load_target, load_tokeniz
 from dspark.tracking import TrackingConfig
 
 LOG_Z_ROWS = 256  # a chunk of 256 rows over 150,000 tokens takes 150 MB
-UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class CacheConfig(Config):
@@ -175,9 +176,11 @@ class CaptureWorker:
         torch.set_num_threads(threads)
         config = build_config(TargetConfig, target)
         self._model = load_target(config)
-        refuse_unsupported_head(self._model)
         use_fast_float32_products()
-        self._head = self._model.get_output_embeddings().weight[: vocabulary_size(load_tokenizer(config))].float()
+        self._head = describe_head(self._model, vocabulary_size(load_tokenizer(config)))
+        output = self._model.get_output_embeddings()
+        self._weight = output.weight[: self._head.valid_vocab_size].float()
+        self._bias = output.bias[: self._head.valid_vocab_size].float() if self._head.has_bias else None
         self._layer_ids = layer_ids
         self._batch_tokens = batch_tokens
         self._writer = None if folder is None else TargetCacheWriter(folder)
@@ -218,7 +221,7 @@ class CaptureWorker:
             hidden = capture.hidden()
         for row, sample in enumerate(planned):
             mask = torch.tensor(sample.loss_mask, dtype=torch.uint8)
-            last = final[row, : len(sample.input_ids)][mask.bool().to(final.device)].to(self._head.device)
+            last = final[row, : len(sample.input_ids)][mask.bool().to(final.device)].to(self._weight.device)
             yield CachedSample(
                 id=sample.id,
                 input_ids=torch.tensor(sample.input_ids),
@@ -231,26 +234,19 @@ class CaptureWorker:
     def _log_z(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """Log-sum-exp of the target's logits over the real vocabulary, padding rows left out: [S] float32.
 
+        After scale, bias and soft-cap, as the target itself has them.
+
         From the state as it is stored and with float32 products: logits rounded to bf16 put it off by up to 0.1, and
         the probabilities that training derives from it would not sum to one.
         """
         chunks = last_hidden.float().split(LOG_Z_ROWS)
-        return torch.cat([torch.logsumexp(chunk @ self._head.T, dim=-1) for chunk in chunks])
+        logits = (self._head.logits(F.linear(chunk, self._weight, self._bias)) for chunk in chunks)
+        return torch.cat([torch.logsumexp(chunk, dim=-1) for chunk in logits])
 
 
 def is_finite(sample: CachedSample) -> bool:
     """Whether all the target's states of a sample are numbers."""
     return all(bool(tensor.isfinite().all()) for tensor in (sample.hidden, sample.last_hidden, sample.log_z))
-
-
-def refuse_unsupported_head(model: Any) -> None:
-    """Raises: ValueError naming a head transform that drafters do not reproduce yet, or a biased head."""
-    for name in UNSUPPORTED_HEADS:
-        value = getattr(model.config, name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(f"target {type(model).__name__} has {name} = {value}; drafters for it are not supported")
-    if getattr(model.lm_head, "bias", None) is not None:
-        raise ValueError(f"target {type(model).__name__} has a head with bias; drafters for it are not supported")
 
 
 def resolve_layer_ids(config: CaptureSettings, num_target_layers: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dspark.drafters.base import BlockBatch, PackedBatch
 from dspark.drafters.config import DrafterConfig
+from dspark.drafters.gemma4 import Gemma4Layer
 from dspark.drafters.layers import Attend, DraftLayer, RMSNorm, RotaryEmbedding
 from dspark.drafters.mhc import HyperHead
 from dspark.drafters.moe import MoE, feed_forward
@@ -73,16 +74,15 @@ class Backbone(nn.Module):
         self.config = config
         d = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, d)
-        self.lm_head = nn.Linear(d, self.head_rows, bias=False)
+        self.lm_head = nn.Linear(d, self.head_rows, bias=config.lm_head_bias)
         self.embed_tokens.requires_grad_(False)
         self.lm_head.requires_grad_(False)
         self.mask_embedding = nn.Parameter(torch.zeros(d), requires_grad=config.learned_mask_embedding)
         self.fc = nn.Linear(config.feature_size, d, bias=False)
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            DraftLayer(config, feed_forward(config, layer)) for layer in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(draft_layer(config, layer) for layer in range(config.num_hidden_layers))
         self.hc_head = HyperHead(config) if config.hyper_connections else None
+        self.target_head = config.target_head
         self.norm = RMSNorm(d, config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
         self.rotary = RotaryEmbedding(config)
@@ -99,14 +99,18 @@ class Backbone(nn.Module):
         """[V', d]: rows of the frozen head that can be proposed."""
         return self.lm_head.weight[: self.config.draft_vocab_size]
 
+    def head_bias(self) -> Tensor | None:
+        """[V']: what the frozen head adds to its products, None in most."""
+        return None if self.lm_head.bias is None else self.lm_head.bias[: self.config.draft_vocab_size]
+
     def base_logits(self, h: Tensor) -> Tensor:
         """U of eq. 4: [..., V'] float32. h: [..., d].
 
         As one matrix: oneDNN takes six times as long for [1, G, d] that was cut from a longer block.
         """
         rows = h.reshape(-1, h.shape[-1]).to(self.lm_head.weight.dtype)
-        logits = self.lm_head(rows)[:, : self.config.draft_vocab_size]
-        return logits.float().view(*h.shape[:-1], self.config.draft_vocab_size)
+        logits = self.lm_head(rows)[:, : self.config.draft_vocab_size].float()
+        return self.target_head.logits(logits).view(*h.shape[:-1], self.config.draft_vocab_size)
 
     def context_features(self, target_hidden: Tensor) -> Tensor:
         """C = RMSNorm(W_c [H^l1; …; H^lm]): [..., d]. target_hidden: [..., m*d]."""
@@ -134,7 +138,8 @@ class Backbone(nn.Module):
         features = self.dropout(self.context_features(batch.target_hidden))
         keys_values = self.context_keys_values(features, batch.context_positions)
         windows = [self.config.window_of(layer) for layer in range(len(self.layers))]
-        attends = {window: packed_attention(batch, window) for window in dict.fromkeys(windows)}
+        scaling = self.config.attention_scaling
+        attends = {window: packed_attention(batch, window, scaling=scaling) for window in dict.fromkeys(windows)}
         newest = batch.context_stops - (batch.anchors > 0).long()  # the row of p - 1; nothing comes before position 0
         return self.draft_states_flat(
             batch.previous_ids[:, 0],
@@ -195,6 +200,8 @@ class Backbone(nn.Module):
         """
         masks = self.mask_embedding.to(feature.dtype).expand(*anchor_ids.shape, self.config.block_size - 1, -1)
         h = torch.cat([self.embed_tokens(anchor_ids).to(feature.dtype).unsqueeze(2), masks], dim=2)
+        if self.config.embedding_scale != 1.0:
+            h = h * self.config.embedding_scale
         h = h if self.anchor_fusion is None else self.anchor_fusion(h, feature)
         streams = self.config.hyper_connections
         return h if streams is None else h.unsqueeze(-2).expand(*h.shape[:-1], streams.hc_mult, -1)
@@ -223,9 +230,14 @@ class Backbone(nn.Module):
             if (held, window) not in masks:
                 positions = torch.arange(num_tokens - held, num_tokens, device=anchors.device)
                 masks[held, window] = _context_mask(slots, positions, window)
-            is_counted = counted is not None and isinstance(layer.mlp, MoE)
-            h = layer(h, context_kv, cos, sin, masks[held, window], counted if is_counted else None)
+            routing = {"counted": counted} if isinstance(layer.mlp, MoE) else {}
+            h = layer(h, context_kv, cos, sin, masks[held, window], **routing)
         return self._collapsed(h)
+
+
+def draft_layer(config: DrafterConfig, layer: int) -> DraftLayer | Gemma4Layer:
+    """The untrained layer of the config's type at this depth."""
+    return Gemma4Layer(config) if config.is_gemma4 else DraftLayer(config, feed_forward(config, layer))
 
 
 def _context_mask(slots: Tensor, positions: Tensor, window: int | None) -> Tensor:

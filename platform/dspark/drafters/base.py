@@ -66,8 +66,9 @@ class BlockOutput:
 class SlotRows:
     """What the heads of a drafter are given for N slots, before the vocabulary comes in.
 
-    h: [N, d] as the backbone gives it, in bf16 under autocast; embedded: [N, r], W_1 of the true token before, or None
-    without a Markov head; confidence_logits: as in BlockOutput.
+    h: [N, d] as the backbone gives it, in bf16 under autocast; embedded: [N, r], what the sequential head puts in front
+    of W_2 when told the true tokens before (W_1 of the last one in the vanilla head), or None without a head;
+    confidence_logits: as in BlockOutput.
     """
 
     h: Tensor

@@ -3,6 +3,7 @@
 Tensor names and config keys: DeepSpec; `d2t` holds offsets (target id - draft id), as EAGLE-3 and vLLM read it.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark.drafters import build_drafter
-from dspark.drafters.config import SLIDING, DrafterConfig, HyperConnectionConfig, MoEConfig
+from dspark.drafters.config import FULL, SLIDING, DrafterConfig, HyperConnectionConfig, MoEConfig
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.gemma4 import gemma4_content, gemma4_sizes
 from dspark.drafters.mhc import Float32Module
 from dspark.errors import Mismatch, MissingInput
 from dspark.numerics import pack_linears
@@ -22,6 +24,7 @@ from dspark.storage import Location, locate
 from dspark.transfer import local_folder, staged
 
 EXCHANGE_ARCHITECTURE = "Qwen3DSparkModel"
+GEMMA4_ARCHITECTURE = "Gemma4DSparkModel"
 EXTENDED_ARCHITECTURE = "DSparkFusionModel"
 BACKBONE = "backbone."
 REQUIRED = tuple(
@@ -30,6 +33,13 @@ REQUIRED = tuple(
     if field.is_required() and name not in ("architecture", "rope_parameters", "valid_vocab_size", "draft_vocab_size")
 )
 EXTENSIONS = ("anchor_fusion", "moe", "hyper_connections")
+HEAD_FIELDS = (
+    "attention_k_eq_v",
+    "embedding_scale",
+    "logit_scale",
+    "final_logit_softcapping",
+    "lm_head_bias",
+)  # written only where they say something
 SUPPORTED = {"attention_bias": False, "hidden_act": "silu", "sample_from_anchor": True}
 
 
@@ -82,11 +92,10 @@ def load_drafter(
 
 def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
     """The `config.json` content of a drafter."""
-    shared = config.model_dump(exclude={"architecture", *EXTENSIONS, "mlp_layer_types"}, mode="json")
-    is_extended = any(getattr(config, name) for name in EXTENSIONS)
+    unset = {name for name in HEAD_FIELDS if getattr(config, name) == DrafterConfig.model_fields[name].default}
+    shared = config.model_dump(exclude={"architecture", *EXTENSIONS, "mlp_layer_types"} | unset, mode="json")
     content = shared | {
-        "architectures": [EXTENDED_ARCHITECTURE if is_extended else EXCHANGE_ARCHITECTURE],
-        "model_type": "qwen3",
+        "architectures": [_architecture(config)],
         "use_sliding_window": config.sliding_window is not None,
         # Block slots see each other both ways; engines take sliding layers for causal ones without this.
         "is_causal": False,
@@ -98,6 +107,11 @@ def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "dtype": dtype,
     }
+    if config.is_gemma4:
+        content |= gemma4_content(config)
+        del content["hidden_act"]
+        if config.embedding_scale == math.sqrt(config.hidden_size):
+            del content["embedding_scale"]  # the type implies it
     if config.anchor_fusion:
         content["anchor_fusion"] = True
     if config.moe is not None:
@@ -109,16 +123,28 @@ def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
     return content
 
 
+def _architecture(config: DrafterConfig) -> str:
+    """The public class that computes what this drafter does, else our own."""
+    if config.is_gemma4:
+        is_public = config.sliding_window is None and config.embedding_scale == math.sqrt(config.hidden_size)
+        is_public = is_public and config.logit_scale == 1.0 and not config.lm_head_bias
+    else:
+        is_public = config.embedding_scale == 1.0 and config.target_head.is_linear and not config.lm_head_bias
+    public = GEMMA4_ARCHITECTURE if config.is_gemma4 else EXCHANGE_ARCHITECTURE
+    is_extended = any(getattr(config, name) for name in EXTENSIONS)
+    return public if is_public and not is_extended else EXTENDED_ARCHITECTURE
+
+
 def from_deepspec(content: dict[str, Any]) -> DrafterConfig:
     """The drafter's shape from a `config.json` of ours or of DeepSpec.
 
     Raises: ValueError naming what is missing or not understood.
     """
     architectures = content.get("architectures") or []
-    if not set(architectures) & {EXCHANGE_ARCHITECTURE, EXTENDED_ARCHITECTURE}:
+    known_architectures = (EXCHANGE_ARCHITECTURE, GEMMA4_ARCHITECTURE, EXTENDED_ARCHITECTURE)
+    if not set(architectures) & set(known_architectures):
         raise ValueError(
-            f"drafter architectures {architectures} are not known; known: {EXCHANGE_ARCHITECTURE}, "
-            f"{EXTENDED_ARCHITECTURE}"
+            f"drafter architectures {architectures} are not known; known: {', '.join(known_architectures)}"
         )
     for name, supported in SUPPORTED.items():
         if content.get(name, supported) != supported:
@@ -148,6 +174,7 @@ def from_deepspec(content: dict[str, Any]) -> DrafterConfig:
             "confidence_head_with_markov": content.get("confidence_head_with_markov", False),
             "target_layer_ids": tuple(content["target_layer_ids"]),
         }
+        | (gemma4_sizes(content) if str(content.get("model_type")).startswith("gemma4") else {})
     )
 
 
@@ -170,6 +197,8 @@ def rope_parameters(content: dict[str, Any]) -> dict[str, Any]:
     Raises: ValueError when no base is given: a default would silently be the wrong one.
     """
     nested = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if isinstance(nested.get(FULL), dict):  # one entry per type of layer; draft layers are of the global type
+        nested = nested[FULL]
     theta = nested.get("rope_theta", content.get("rope_theta"))
     if theta is None:
         raise ValueError("config has neither rope_parameters.rope_theta nor rope_theta; the rotary base is unknown")

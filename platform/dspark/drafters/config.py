@@ -5,6 +5,7 @@ from typing import Any, Literal
 import pydantic
 
 from dspark.config import Config
+from dspark.target_head import TargetHead
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -61,6 +62,9 @@ class DrafterConfig(Config):
     layer_types: which layers see the window only; all of them when there is a window and nothing is said.
     mlp_layer_types: which layers are mixtures of experts; all of them when there is `moe` and nothing is said.
     moe, hyper_connections: None for plain feed-forward layers and a plain residual stream.
+    model_type: form of the draft layers. head_dim, num_key_value_heads: as the draft layers have them (of a Gemma4
+    target: those of its global layers). attention_k_eq_v: values are the raw keys, without a projection of their own.
+    embedding_scale, logit_scale, final_logit_softcapping, lm_head_bias: the target's head, see `TargetHead`.
     """
 
     architecture: Literal["dspark", "dflash"]
@@ -88,10 +92,16 @@ class DrafterConfig(Config):
     hyper_connections: HyperConnectionConfig | None = None
     anchor_fusion: bool = False
     markov_rank: int = pydantic.Field(default=0, ge=0)
-    markov_head_type: Literal["vanilla"] = "vanilla"
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
+    model_type: Literal["qwen3", "gemma4_text", "gemma4_unified_text"] = "qwen3"
+    attention_k_eq_v: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    final_logit_softcapping: float | None = pydantic.Field(default=None, gt=0)
+    lm_head_bias: bool = False
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -144,11 +154,36 @@ class DrafterConfig(Config):
             raise ValueError("confidence_head_with_markov needs enable_confidence_head and markov_rank > 0")
         if self.architecture == "dflash" and (self.markov_rank or self.enable_confidence_head):
             raise ValueError("a dflash drafter has no Markov head and no confidence head; use architecture dspark")
+        if self.attention_k_eq_v and not self.is_gemma4:
+            raise ValueError(f"attention_k_eq_v is for gemma4 draft layers, model_type is {self.model_type}")
+        for name in ("moe", "hyper_connections"):
+            if self.is_gemma4 and getattr(self, name) is not None:
+                raise ValueError(f"draft layers of type {self.model_type} cannot have {name}; set drafter.{name} null")
         return self
 
     @property
     def has_reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size < self.valid_vocab_size
+
+    @property
+    def is_gemma4(self) -> bool:
+        return self.model_type != "qwen3"
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor on query-key products; Gemma4's norms keep them in range by themselves."""
+        return 1.0 if self.is_gemma4 else self.head_dim**-0.5
+
+    @property
+    def target_head(self) -> TargetHead:
+        return TargetHead(
+            vocab_size=self.vocab_size,
+            valid_vocab_size=self.valid_vocab_size,
+            embedding_scale=self.embedding_scale,
+            logit_scale=self.logit_scale,
+            softcap=self.final_logit_softcapping,
+            has_bias=self.lm_head_bias,
+        )
 
     @property
     def feature_size(self) -> int:

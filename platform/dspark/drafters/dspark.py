@@ -1,4 +1,4 @@
-"""DSpark: parallel backbone, sequential Markov head, confidence head.
+"""DSpark: parallel backbone, sequential head, confidence head.
 
 Legend: see `drafters/base.py`.
 Source: DSpark §3.
@@ -11,7 +11,7 @@ from dspark.drafters.backbone import Backbone, BackboneState
 from dspark.drafters.base import BlockBatch, BlockOutput, PackedBatch, SlotRows
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.drafting import check_length, draw, on_target_ids
-from dspark.drafters.heads import ConfidenceHead, VanillaMarkovHead
+from dspark.drafters.heads import ConfidenceHead, build_sequential_head
 from dspark.speculation.proposal import Proposal
 
 
@@ -24,11 +24,7 @@ class DSparkDrafter(nn.Module):
         self.block_size = config.block_size
         self.target_layer_ids = config.target_layer_ids
         self.backbone = Backbone(config)
-        self.markov_head = (
-            VanillaMarkovHead(config.vocab_size, self.backbone.head_rows, config.markov_rank)
-            if config.markov_rank
-            else None
-        )
+        self.markov_head = build_sequential_head(config, self.backbone.head_rows) if config.markov_rank else None
         self.confidence_head = (
             ConfidenceHead(config.hidden_size, config.markov_rank if config.confidence_head_with_markov else 0)
             if config.enable_confidence_head
@@ -42,10 +38,15 @@ class DSparkDrafter(nn.Module):
 
     def slot_rows(self, batch: BlockBatch | PackedBatch, slots: Tensor) -> SlotRows:
         """What the heads are given for the chosen slots; computed as `forward` does, without the logits."""
-        h = self.backbone.block_states(batch)[slots]
-        embedded = self.embed_previous(previous_ids(batch, self.block_size)[slots])
+        blocks = self.backbone.block_states(batch)
+        h = blocks[slots]
         with torch.autocast(h.device.type, enabled=False):
-            return SlotRows(h, embedded, self._confidence(h.to(self.backbone.lm_head.weight.dtype), embedded))
+            wide = h.to(self.backbone.lm_head.weight.dtype)
+            if self.markov_head is None:
+                return SlotRows(h, None, self._confidence(wide, None))
+            embedded = self.markov_head.embed(previous_ids(batch, self.block_size))
+            vectors = self.markov_head.unroll(blocks, embedded)  # of whole blocks: a slot may hang on those before it
+            return SlotRows(h, vectors[slots], self._confidence(wide, embedded[slots]))
 
     def bias_weight(self) -> Tensor | None:
         """W_2: [V', r], or None without a Markov head."""
@@ -80,12 +81,15 @@ class DSparkDrafter(nn.Module):
         token_ids: list[int] = []
         probs: list[Tensor] = []
         confidences: list[Tensor] = []
-        previous = anchor_id
+        previous, head_state = anchor_id, None
         for slot in range(max_tokens):
+            logits, row = base[slot], h[slot : slot + 1]
             embedded = self.embed_previous(torch.tensor([previous], device=h.device))
-            logits = base[slot] if embedded is None else base[slot] + self._bias(embedded)[0].float()
+            if self.markov_head is not None and embedded is not None:
+                vector, head_state = self.markov_head.step(row, embedded, head_state)
+                logits = logits + self._bias(vector)[0].float()
             if self.confidence_head is not None:
-                confidences.append(self.confidence_head(h[slot : slot + 1], embedded))
+                confidences.append(self.confidence_head(row, embedded))
             draft_id, distribution = draw(logits, temperature, generator)
             if distribution is not None:
                 probs.append(distribution)
@@ -97,13 +101,13 @@ class DSparkDrafter(nn.Module):
             confidence_logits=torch.cat(confidences) if confidences else None,
         )
 
-    def _logits(self, h: Tensor, embedded: Tensor | None) -> Tensor:
+    def _logits(self, h: Tensor, vector: Tensor | None) -> Tensor:
         base = self.backbone.base_logits(h)
-        return base if embedded is None else base + self._bias(embedded).float()
+        return base if vector is None else base + self._bias(vector).float()
 
-    def _bias(self, embedded: Tensor) -> Tensor:
+    def _bias(self, vector: Tensor) -> Tensor:
         assert self.markov_head is not None
-        return self.markov_head.bias(embedded)[..., : self.config.draft_vocab_size]
+        return self.markov_head.bias(vector)[..., : self.config.draft_vocab_size]
 
     def _confidence(self, h: Tensor, embedded: Tensor | None) -> Tensor | None:
         return None if self.confidence_head is None else self.confidence_head(h, embedded)

@@ -6,13 +6,14 @@ Legend: V target vocabulary, V' draft vocabulary, d hidden, m captured layers.
 Source: the loaders of DeepSpec (afdfa7c), SGLang 0.5.23, vLLM 0.32.0, speculators 0.9.0.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.drafters.checkpoint import EXCHANGE_ARCHITECTURE, EXTENDED_ARCHITECTURE, from_deepspec
+from dspark.drafters.checkpoint import EXTENDED_ARCHITECTURE, GEMMA4_ARCHITECTURE, from_deepspec
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.export_conversions import (
     CannotExport,
@@ -30,6 +31,8 @@ EXPRESSED = {
     "learned_mask_embedding", "sliding_window", "layer_types", "markov_rank", "markov_head_type", "dropout",
     "enable_confidence_head", "confidence_head_with_markov", "mlp_layer_types",
 }  # fmt: skip
+# What the class for Gemma4 targets has a place for beside these.
+EXPRESSED_BY_GEMMA4 = {"model_type", "attention_k_eq_v", "final_logit_softcapping"}
 REMEDIES = {
     "anchor_fusion": "train one with drafter.anchor_fusion=false",
     "moe": "train one with drafter.moe=null",
@@ -46,7 +49,8 @@ OWN_FORMAT = "the format dspark keeps everything"
 class Layout:
     """What one engine's loader takes.
 
-    architectures: classes that are copied as they are, beside EXCHANGE_ARCHITECTURE, which every layout takes.
+    architectures: classes that it has beside the exchange format's, which every layout takes; drafters for Gemma4 keep
+    both frozen parts, other classes' files are copied as they are.
     needs_markov_head: a drafter without one gets one that adds zero. takes_d2t: a reduced vocabulary stays reduced,
     with its own head rows. frozen: which of embedding and head the file brings: both, neither, or only what differs
     from the target's. takes_sliding: with blocks that see each other both ways. takes_embeddings: layer id -1.
@@ -110,17 +114,18 @@ def to_layout(name: str, stored: StoredDrafter, target: FrozenTarget, *, dtype: 
     Raises: CannotExport when the engine cannot load one that does.
     """
     layout = LAYOUTS[name]
-    if stored.architecture in layout.architectures:
+    is_gemma4 = stored.architecture == GEMMA4_ARCHITECTURE
+    if stored.architecture in layout.architectures and not is_gemma4:
         note = f"a {stored.architecture} is written as it is stored; nothing of it was checked against {layout.engine}"
         return Exported(stored.content | {"dtype": _name(dtype)}, _cast(stored.tensors, dtype), [note])
-    if stored.architecture == EXTENDED_ARCHITECTURE:
+    if is_gemma4 or stored.architecture == EXTENDED_ARCHITECTURE:
         require_expressible(name, from_deepspec(stored.content))
-    if not is_exchange_format(stored):
+    if not (is_gemma4 or is_exchange_format(stored)):
         raise CannotExport(f"{layout.engine} has no class for the architecture {stored.architecture}; {OWN_FORMAT}")
     config = from_deepspec(stored.content)
     require_expressible(name, config)
     has_to_be_widened = stored.is_reduced and not layout.takes_d2t
-    notes = []
+    notes = [f"a {stored.architecture} was not checked against {layout.engine}'s loader"] if is_gemma4 else []
     if not config.markov_rank and (layout.needs_markov_head or has_to_be_widened):
         stored = with_zero_markov_head(stored)
         notes.append(f"it has no Markov head and {layout.engine} needs one: a head that adds 0 is written")
@@ -143,22 +148,33 @@ def to_layout(name: str, stored: StoredDrafter, target: FrozenTarget, *, dtype: 
 def require_expressible(name: str, config: DrafterConfig) -> None:
     """Raises: CannotExport when the layout has no place for something of this shape."""
     layout = LAYOUTS[name]
+    expressed = _expressed(layout, config)
     for field_name, declared in DrafterConfig.model_fields.items():
         value = getattr(config, field_name)
-        if field_name not in EXPRESSED and value != declared.get_default(call_default_factory=True):
+        if field_name not in expressed and value != declared.get_default(call_default_factory=True):
             raise _refusal(layout, field_name, value)
     if config.markov_rank and config.markov_head_type not in layout.markov_head_types:
         known = ", ".join(sorted(layout.markov_head_types))
         raise _refusal(layout, "markov_head_type", config.markov_head_type, f"it knows {known}; train one of these")
-    if config.sliding_window is not None and not layout.takes_sliding:
-        reason = "there a block's slots would not see each other both ways; train one with drafter.sliding_window=null"
-        raise _refusal(layout, "sliding_window", config.sliding_window, reason)
+    if config.sliding_window is not None and (config.is_gemma4 or not layout.takes_sliding):
+        reason = "a block's slots would not see each other both ways"
+        reason = "Gemma4's draft layers have no window" if config.is_gemma4 else reason
+        remedy = f"there {reason}; train one with drafter.sliding_window=null"
+        raise _refusal(layout, "sliding_window", config.sliding_window, remedy)
     if config.target_layer_ids[0] < 0 and not layout.takes_embeddings:
         reason = "there ids start at 0; make the cache without -1 and train on it"
         raise _refusal(layout, "target_layer_ids", list(config.target_layer_ids), reason)
     if config.learned_mask_embedding and layout.frozen == "neither":
         reason = "there the mask's row is the target's own; train one with drafter.learned_mask_embedding=false"
         raise _refusal(layout, "learned_mask_embedding", True, reason)
+
+
+def _expressed(layout: Layout, config: DrafterConfig) -> set[str]:
+    """Fields that the layout's class for this drafter has a place for."""
+    if not config.is_gemma4 or GEMMA4_ARCHITECTURE not in layout.architectures:
+        return EXPRESSED
+    implied = {"embedding_scale"} if config.embedding_scale == math.sqrt(config.hidden_size) else set()
+    return EXPRESSED | EXPRESSED_BY_GEMMA4 | implied
 
 
 def _refusal(layout: Layout, name: str, value: Any, remedy: str | None = None) -> CannotExport:
@@ -171,8 +187,8 @@ def _explicit(stored: StoredDrafter) -> dict[str, Any]:
     content = stored.content
     num_layers = content["num_hidden_layers"]
     explicit = content | {
-        "architectures": [EXCHANGE_ARCHITECTURE],
-        "model_type": "qwen3",
+        "architectures": [stored.architecture],
+        "model_type": content.get("model_type") or "qwen3",
         "sample_from_anchor": True,
         "is_causal": False,
         "layer_types": content.get("layer_types") or ["full_attention"] * num_layers,
@@ -191,7 +207,7 @@ def _explicit(stored: StoredDrafter) -> dict[str, Any]:
 def _frozen_parts(layout: Layout, stored: StoredDrafter) -> dict[str, Tensor]:
     """The tensors without those copies of the target's that the engine takes from the target itself."""
     tensors = dict(stored.tensors)
-    if layout.frozen == "both":
+    if layout.frozen == "both" or stored.architecture == GEMMA4_ARCHITECTURE:
         return tensors
     if layout.frozen == "neither" or not stored.content.get("learned_mask_embedding"):
         del tensors[EMBEDDING]

@@ -17,6 +17,7 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.layers import DraftLayer
 from dspark.drafters.moe import MoE
 from dspark.drafters.upcycling import upcycle
+from dspark.target_head import TargetHead
 
 INITIAL_STD = 0.02
 DENSE_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -31,6 +32,8 @@ class DrafterShape(Config):
     over them many times. anchor_fusion: learns faster on small budgets; other engines cannot load it.
     sliding_window: tokens a block looks back, which bounds its cost; None for all. layer_types, mlp_layer_types: which
     layers slide and which are mixtures of experts, when not all do. moe, hyper_connections: None to do without.
+    markov_head_type: what makes the bias of a slot of the tokens before it; gated also looks at the slot's state, rnn
+    at all tokens of the block (vLLM loads vanilla alone).
     """
 
     architecture: Literal["dspark", "dflash"] = "dspark"
@@ -46,6 +49,7 @@ class DrafterShape(Config):
     hyper_connections: HyperConnectionConfig | None = None
     anchor_fusion: bool = False
     markov_rank: int = pydantic.Field(default=256, ge=0)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence_head: bool = True
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     warm_start: bool = False
@@ -64,27 +68,31 @@ def drafter_config(
     Raises: ValueError for a mask token that cannot be told apart from padding or EOS, or a target without the sizes
     that a draft layer needs.
     """
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"):
+    target = target.get_text_config(decoder=True)
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
         if getattr(target, name, None) is None:
             raise ValueError(
                 f"target of type {target.model_type!r} has no {name}; drafters need a target of Llama's kind"
             )
     is_dspark = shape.architecture == "dspark"
-    heads = target.num_attention_heads
+    head = TargetHead.of(target, valid_vocab_size=valid_vocab_size)
     return DrafterConfig(
         architecture=shape.architecture,
         hidden_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
         num_hidden_layers=shape.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
-        rms_norm_eps=target.rms_norm_eps,
+        num_attention_heads=target.num_attention_heads,
+        **_attention_sizes(target),
+        rms_norm_eps=getattr(target, "rms_norm_eps", None) or getattr(target, "layer_norm_eps", 1e-6),
         rope_parameters=rope_parameters(target.to_dict()),
         max_position_embeddings=target.max_position_embeddings,
-        vocab_size=target.vocab_size,
-        valid_vocab_size=min(valid_vocab_size, target.vocab_size),
-        draft_vocab_size=min(shape.draft_vocab_size or valid_vocab_size, valid_vocab_size, target.vocab_size),
+        vocab_size=head.vocab_size,
+        valid_vocab_size=head.valid_vocab_size,
+        embedding_scale=head.embedding_scale,
+        logit_scale=head.logit_scale,
+        final_logit_softcapping=head.softcap,
+        lm_head_bias=head.has_bias,
+        draft_vocab_size=min(shape.draft_vocab_size or head.valid_vocab_size, head.valid_vocab_size),
         target_layer_ids=target_layer_ids,
         num_target_layers=target.num_hidden_layers,
         block_size=shape.block_size,
@@ -98,9 +106,24 @@ def drafter_config(
         anchor_fusion=shape.anchor_fusion,
         dropout=shape.dropout,
         markov_rank=shape.markov_rank if is_dspark else 0,
+        markov_head_type=shape.markov_head_type,
         enable_confidence_head=shape.confidence_head and is_dspark,
         confidence_head_with_markov=shape.confidence_head and is_dspark and shape.markov_rank > 0,
     )
+
+
+def _attention_sizes(target: PretrainedConfig) -> dict[str, Any]:
+    """Form and head sizes of the draft layers: those of the target's kind, of Gemma4's global layers."""
+    if target.model_type in ("gemma4_text", "gemma4_unified_text"):
+        last = target.per_layer_config[target.num_hidden_layers - 1]  # always a global one
+        shares = bool(target.attention_k_eq_v)
+        sizes = {"head_dim": last.head_dim, "num_key_value_heads": last.num_key_value_heads}
+        return sizes | {"model_type": target.model_type, "attention_k_eq_v": shares}
+    heads = target.num_attention_heads
+    return {
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
+    }
 
 
 def resolve_mask_token(mask_token: str | int | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
@@ -157,7 +180,10 @@ def _copy_frozen(backbone: Backbone, target: Any, draft_to_target: Tensor) -> No
     embedding = target.get_input_embeddings().weight.float()
     head = target.get_output_embeddings().weight.float()
     backbone.embed_tokens.weight.copy_(embedding)
-    backbone.lm_head.weight.copy_(head[draft_to_target] if backbone.config.has_reduced_vocabulary else head)
+    kept = draft_to_target if backbone.config.has_reduced_vocabulary else slice(None)
+    backbone.lm_head.weight.copy_(head[kept])
+    if backbone.lm_head.bias is not None:
+        backbone.lm_head.bias.copy_(target.get_output_embeddings().bias.float()[kept])
     backbone.mask_embedding.copy_(embedding[backbone.config.mask_token_id])
     if backbone.config.has_reduced_vocabulary:
         backbone.d2t = draft_to_target.clone()
@@ -183,8 +209,8 @@ def _warm_start(backbone: Backbone, target: Any, sample_features: Tensor) -> Non
     backbone.norm.weight.copy_(decoder.norm.weight.float())
     normed = backbone.context_features(sample_features)
     for layer, source in zip(backbone.layers, sources, strict=True):
-        assert isinstance(layer, DraftLayer)
         _require_same_form(layer, source, backbone.config)
+        assert isinstance(layer, DraftLayer)
         _copy_attention(layer, source, normed)
         if isinstance(layer.mlp, MoE):
             assert backbone.config.moe is not None
@@ -195,8 +221,17 @@ def _warm_start(backbone: Backbone, target: Any, sample_features: Tensor) -> Non
                 getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight.float())
 
 
-def _require_same_form(layer: DraftLayer, source: Any, config: DrafterConfig) -> None:
+def _is_rescaled(source: Any) -> bool:
+    """Whether a target's layer has factors (Granite's) that a draft layer does not have."""
+    scaling = getattr(source.self_attn, "scaling", None)
+    is_other = scaling is not None and abs(scaling * source.self_attn.head_dim**0.5 - 1.0) > 1e-6
+    return is_other or getattr(source, "residual_multiplier", 1.0) != 1.0
+
+
+def _require_same_form(layer: nn.Module, source: Any, config: DrafterConfig) -> None:
     """Raises: ValueError when the target's layer is not what a draft layer is made from, piece for piece."""
+    if not isinstance(layer, DraftLayer) or _is_rescaled(source):
+        raise ValueError(f"draft layers cannot start from {type(source).__name__}; set drafter.warm_start false")
     ours = ("mlp.", "attn_hc.", "ffn_hc.")
     drafted = {name: value.shape for name, value in layer.named_parameters() if not name.startswith(ours)}
     wide, narrow = torch.Size((config.intermediate_size, config.hidden_size)), config.hidden_size

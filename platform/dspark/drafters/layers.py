@@ -66,6 +66,8 @@ def _inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     base = rope.get("rope_theta")
     if base is None:
         raise ValueError(f"rope_parameters {rope} has no rope_theta; take it from the target's config")
+    if kind == "proportional":
+        return _proportional_frequencies(rope, config.head_dim), 1.0
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"rope_parameters {rope}: partial_rotary_factor is not supported, draft layers turn whole heads"
@@ -84,8 +86,21 @@ def _inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     return inv_freq, float(scaling)
 
 
+def _proportional_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """The first part of a whole head's frequencies, zero for the dimensions that are not turned: [D/2]."""
+    num_turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    exponents = torch.arange(0, 2 * num_turned, 2, dtype=torch.float32) / head_dim
+    frequencies = torch.zeros(head_dim // 2)
+    frequencies[:num_turned] = 1.0 / rope["rope_theta"] ** exponents / rope.get("factor", 1.0)
+    return frequencies
+
+
 class DraftAttention(nn.Module):
-    """Block queries attend to the context strictly before the anchor and, both ways, to their own block."""
+    """Block queries attend to the context strictly before the anchor and, both ways, to their own block.
+
+    Gemma4's form: values normed (without a weight), no scaling of scores, and with `attention_k_eq_v` the raw keys as
+    values.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -97,16 +112,20 @@ class DraftAttention(nn.Module):
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.scaling = config.attention_scaling
+        self.value_eps = config.rms_norm_eps if config.is_gemma4 else None
 
     def keys_values(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values, each [..., K, D]. states: [..., d]; cos, sin: [..., D]."""
-        keys = self.k_norm(self._split(self.k_proj(states), self.num_kv_heads))
-        values = self._split(self.v_proj(states), self.num_kv_heads)
-        return rotate(keys, cos.unsqueeze(-2), sin.unsqueeze(-2)), values
+        raw_keys = self._split(self.k_proj(states), self.num_kv_heads)
+        values = raw_keys if self.v_proj is None else self._split(self.v_proj(states), self.num_kv_heads)
+        if self.value_eps is not None:
+            values = F.rms_norm(values.float(), (self.head_dim,), eps=self.value_eps).to(values.dtype)
+        return rotate(self.k_norm(raw_keys), cos.unsqueeze(-2), sin.unsqueeze(-2)), values
 
     def queries(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries (normed, rotated), [..., H, D]. states: [..., d]; cos, sin: [..., D]."""
@@ -123,7 +142,7 @@ class DraftAttention(nn.Module):
         """
         block = u.shape[2]
         queries = self.queries(u, cos, sin).unflatten(3, (self.num_kv_heads, -1))  # [B, A, G, K, R, D]
-        queries = queries * self.head_dim**-0.5
+        queries = queries * self.scaling
         own_keys, own_values = (x.permute(0, 3, 1, 2, 4) for x in self.keys_values(u, cos, sin))  # [B, K, A, G, D]
         keys, values = (x.transpose(1, 2) for x in context_kv)  # [B, K, L, D]
 

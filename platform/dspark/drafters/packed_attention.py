@@ -23,11 +23,15 @@ BLOCKS_PER_WINDOW = 32  # fewer cost more calls, more see more that is masked; 1
 LARGEST_WASTE = 2.0  # computed scores per needed one, up to which a block joins a window
 
 
-def packed_attention(batch: PackedBatch, sliding_window: int | None) -> PackedAttend:
-    """The attention of a batch, for every layer of it: FlexAttention on a GPU, gathered windows elsewhere."""
+def packed_attention(batch: PackedBatch, sliding_window: int | None, *, scaling: float) -> PackedAttend:
+    """The attention of a batch, for every layer of it: FlexAttention on a GPU, gathered windows elsewhere.
+
+    scaling: factor on query-key products.
+    """
     if batch.anchors.is_cuda:
-        return functools.partial(flex_attend, packed_block_mask(batch, sliding_window), _compiled_flex_attention())
-    return functools.partial(window_attend, gather_windows(batch, sliding_window))
+        mask = packed_block_mask(batch, sliding_window)
+        return functools.partial(flex_attend, mask, _compiled_flex_attention(), scaling=scaling)
+    return functools.partial(window_attend, gather_windows(batch, sliding_window), scaling=scaling)
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,18 @@ def gather_windows(batch: PackedBatch, sliding_window: int | None) -> list[Windo
 
 
 def window_attend(
-    windows: list[Window], context_keys: Tensor, context_values: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+    windows: list[Window],
+    context_keys: Tensor,
+    context_values: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
 ) -> Tensor:
     """[A, G, H, D]; `PackedAttend` once the windows are given. No key or value is copied."""
     num_kv_heads = keys.shape[2]
-    queries = (queries * queries.shape[-1] ** -0.5).unflatten(2, (num_kv_heads, -1))  # [A, G, K, R, D]
+    queries = (queries * scaling).unflatten(2, (num_kv_heads, -1))  # [A, G, K, R, D]
     queries, keys, values = queries.permute(2, 0, 1, 3, 4), keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)
     context_keys, context_values = context_keys.transpose(0, 1), context_values.transpose(0, 1)
     mixed = []
@@ -108,13 +119,15 @@ def flex_attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
+    *,
+    scaling: float,
 ) -> Tensor:
     """[A, G, H, D]; `PackedAttend` once the mask and `flex_attention`, compiled or not, are given."""
     heads_first = (x.flatten(0, 1).transpose(0, 1) for x in (queries, keys, values))  # [H or K, A*G, D]
     flat, own_keys, own_values = heads_first
     seen_keys = torch.cat([context_keys.transpose(0, 1), own_keys], dim=1)
     seen_values = torch.cat([context_values.transpose(0, 1), own_values], dim=1)
-    mixed = attention(flat[None], seen_keys[None], seen_values[None], block_mask=mask, enable_gqa=True)
+    mixed = attention(flat[None], seen_keys[None], seen_values[None], block_mask=mask, scale=scaling, enable_gqa=True)
     return mixed[0].transpose(0, 1).view_as(queries)
 
 

@@ -64,6 +64,7 @@ class PagedDraftRunner:
         self.has_confidence = config.enable_confidence_head
         self._drafter = drafter
         self._backbone = drafter.backbone
+        self._scaling = config.attention_scaling
         self._device = weight.device
         self._is_whole_vocabulary = config.draft_vocab_size == config.vocab_size
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
@@ -174,7 +175,7 @@ class PagedDraftRunner:
                 for row, memory, mask in zip(queries, memories, masks, strict=True):
                     seen = self._read(layer, memory)
                     mask = mask if self._is_sliding[layer] else None
-                    mixed.append(attend(row.transpose(0, 1), *seen, mask, scaling=None).transpose(0, 1))
+                    mixed.append(attend(row.transpose(0, 1), *seen, mask, scaling=self._scaling).transpose(0, 1))
                 return torch.stack(mixed)
 
             return run
@@ -205,14 +206,15 @@ class PagedDraftRunner:
             uniforms[row, :num_own] = torch.rand(num_own, generator=generator, device=self._device)
         scales = torch.tensor([requests[i].temperature for i in sampled], device=self._device).unsqueeze(1)
         previous = torch.tensor([request.anchor_id for request in requests], device=self._device)
-        columns, embedded_rows, probs = [], [], []
+        columns, embedded_rows, probs, head_state = [], [], [], None
         markov_head = self._drafter.markov_head if isinstance(self._drafter, DSparkDrafter) else None
         for slot in range(num_slots):
             logits = base[:, slot]
             if markov_head is not None:
                 embedded = markov_head.embed(previous)
                 embedded_rows.append(embedded)
-                logits = logits + markov_head.bias(embedded)[:, : logits.shape[1]].float()
+                vector, head_state = markov_head.step(h[:, slot], embedded, head_state)
+                logits = logits + markov_head.bias(vector)[:, : logits.shape[1]].float()
             drawn = logits.argmax(dim=-1)
             if sampled:
                 distribution = torch.softmax(logits[sampled] / scales, dim=-1)

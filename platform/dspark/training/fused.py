@@ -4,8 +4,9 @@ Legend: N supervised slots, P positions of the target they are taught by, V' dra
 rank; z draft logits, q = softmax(z), p the target's probabilities on V', y label; of a chunk or a tile of one: n slots,
 u positions.
     dCE/dz = q - 1_y        dTV/dz_v = q_v (s_v - sum_u q_u s_u),  s = sign(q - p)
-The slow twin is `losses.slot_losses` under autograd. Nothing of size [N, V'] or [P, V'] outlives a chunk. The
-confidence term needs only the TV of each slot, N numbers, and is left to autograd.
+A head that scales or soft-caps its products changes both z and p, and the slope in h alone: the Markov bias is added
+to z after it. The slow twin is `losses.slot_losses` under autograd. Nothing of size [N, V'] or [P, V'] outlives a
+chunk. The confidence term needs only the TV of each slot, N numbers, and is left to autograd.
 Source: ALGORITHMS §3.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.target_head import TargetHead
 from dspark.training.losses import OUTSIDE
 
 CHUNK_ROWS = 256  # fewer slow the products down; more cost memory, [rows, V'] twice over, and gain nothing
@@ -41,17 +43,44 @@ class HeadTargets:
 
 
 def head_loss(
-    h: Tensor, embedded: Tensor | None, head_weight: Tensor, bias_weight: Tensor | None, targets: HeadTargets
+    h: Tensor,
+    embedded: Tensor | None,
+    head_weight: Tensor,
+    bias_weight: Tensor | None,
+    targets: HeadTargets,
+    *,
+    head: TargetHead | None = None,
+    head_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, ce, tv): sum over slots of ce_scale CE + tv_scale TV, and the terms themselves, [N] float32 each.
 
-    h: [N, d]; embedded: [N, r] or None; head_weight: [V', d], frozen; bias_weight: [V', r] or None.
+    h: [N, d]; embedded: [N, r] or None; head_weight: [V', d], frozen; bias_weight: [V', r] or None; head: what the
+    target makes of its products, None where they are its logits; head_bias: [V'] or None, frozen.
     Only `loss` carries gradients, to h, embedded and bias_weight. Logits and losses have the head's precision whatever
     h has; when h is bf16, so is its gradient, and the product that gives it runs in bf16.
     """
     if bias_weight is not None and not torch.is_grad_enabled():
         bias_weight = bias_weight.detach()  # else its gradient would be worked out, and thrown away, in validation
-    return _HeadLoss.apply(h, embedded, bias_weight, head_weight, targets)
+    form = None if head is None or head.is_linear else head
+    frozen = _FrozenHead(head_weight, head_weight.to(h.dtype), head_bias, form)
+    return _HeadLoss.apply(h, embedded, bias_weight, frozen, targets)
+
+
+@dataclass(frozen=True)
+class _FrozenHead:
+    """weight: [V', d]; narrow_weight: the same in h's type; bias: [V'] or None; form: None if products are logits."""
+
+    weight: Tensor
+    narrow_weight: Tensor
+    bias: Tensor | None
+    form: TargetHead | None
+
+    def logits(self, states: Tensor, memory: Tensor) -> Tensor:
+        """[n, V'] in the head's precision, in `memory` or newly made. states: [n, d]; memory: [n or more, V']."""
+        products = _wide_product(states, self.weight, self.narrow_weight, memory)
+        if self.bias is not None:
+            products.add_(self.bias)
+        return products if self.form is None else self.form.logits(products)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -61,7 +90,7 @@ class _HeadLoss(torch.autograd.Function):
         h: Tensor,
         embedded: Tensor | None,
         bias_weight: Tensor | None,
-        head_weight: Tensor,
+        head: _FrozenHead,
         targets: HeadTargets,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_gradient = any(ctx.needs_input_grad)
@@ -69,25 +98,27 @@ class _HeadLoss(torch.autograd.Function):
         h_grad = torch.empty_like(h) if needs_gradient else None
         embedded_grad = None if embedded is None else torch.empty_like(embedded)
         bias_grad = None if bias_weight is None else torch.zeros_like(bias_weight)
-        narrow_weight = head_weight.to(h.dtype)
         chunks = _chunks(targets.rows)
         # Memory of a chunk is taken once: fresh pages cost a CPU as much as the passes over them.
         most = (CHUNK_ROWS, max((used.stop - used.start for _, used in chunks), default=0))
-        logits_memory, target_memory = (head_weight.new_empty(rows, head_weight.shape[0]) for rows in most)
-        slope_memory = logits_memory if h.dtype == head_weight.dtype else torch.empty_like(logits_memory, dtype=h.dtype)
+        logits_memory, target_memory = (head.weight.new_empty(rows, head.weight.shape[0]) for rows in most)
+        slope_memory = logits_memory if h.dtype == head.weight.dtype else torch.empty_like(logits_memory, dtype=h.dtype)
         for chunk, used in chunks:
-            logits = _wide_product(h[chunk], head_weight, narrow_weight, logits_memory)
+            logits = head.logits(h[chunk], logits_memory)
+            base = None if head.form is None else logits.clone()  # the slope in h asks for z without the bias
             if embedded is not None and bias_weight is not None:
                 logits.addmm_(embedded[chunk], bias_weight.T)
-            target = _wide_product(targets.last_hidden[used], head_weight, narrow_weight, target_memory)
+            target = head.logits(targets.last_hidden[used], target_memory)
             slope = logits if slope_memory is logits_memory else slope_memory[: len(logits)]
             ce[chunk], tv[chunk] = _losses_of_chunk(logits, target, slope, targets, chunk, used)
             if h_grad is None:
                 continue
-            torch.mm(slope, narrow_weight, out=h_grad[chunk])
             if embedded is not None and bias_weight is not None:
                 torch.mm(logits, bias_weight, out=embedded_grad[chunk])  # type: ignore[index]
                 bias_grad.addmm_(logits.T, embedded[chunk])  # type: ignore[union-attr]
+            if head.form is not None and base is not None:
+                slope = head.form.product_slope(logits, base).to(h.dtype)
+            torch.mm(slope, head.narrow_weight, out=h_grad[chunk])
         ctx.gradients = (h_grad, embedded_grad, bias_grad)
         ctx.mark_non_differentiable(ce, tv)
         return (ce * targets.ce_scale).sum() + (tv * targets.tv_scale).sum(), ce, tv
@@ -175,7 +206,7 @@ def _chunks(rows: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _wide_product(states: Tensor, head_weight: Tensor, narrow_weight: Tensor, memory: Tensor) -> Tensor:
-    """Logits [n, V'] in the head's precision, in the first rows of `memory` on a CPU.
+    """Products [n, V'] in the head's precision, in the first rows of `memory` on a CPU.
 
     On a GPU bf16 factors are multiplied as such and summed in float32.
     """

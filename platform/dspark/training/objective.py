@@ -85,7 +85,16 @@ def micro_batch_loss(
         ce_scale=micro.ce_weights * (factors.ce / ce_weight),
         tv_scale=micro.weights * (factors.tv / weight),
     )
-    loss, ce, tv = head_loss(rows.h, rows.embedded, drafter.backbone.head_weight(), drafter.bias_weight(), targets)
+    backbone = drafter.backbone
+    loss, ce, tv = head_loss(
+        rows.h,
+        rows.embedded,
+        backbone.head_weight(),
+        drafter.bias_weight(),
+        targets,
+        head=backbone.target_head,
+        head_bias=backbone.head_bias(),
+    )
     acceptance = acceptance_of(tv)
     confidence = None
     if rows.confidence_logits is not None:

@@ -42,6 +42,7 @@ KEPT_SHAPE = {
     "sliding_window": "sliding_window",
     "anchor_fusion": "anchor_fusion",
     "markov_rank": "markov_rank",
+    "markov_head_type": "markov_head_type",
     "confidence_head": "enable_confidence_head",
     "dropout": "dropout",
 }

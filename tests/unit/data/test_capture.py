@@ -15,13 +15,14 @@ from dspark.data.capture import (
     CaptureWorker,
     PlannedSample,
     default_layer_ids,
+    describe_head,
     plan_cache,
-    refuse_unsupported_head,
     resolve_layer_ids,
 )
 from dspark.data.target_cache import TargetCache, TargetCacheWriter, bytes_of
 from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.targets import TargetConfig, load_target
+from tiny_families import FAMILIES, make_family_target
 from tiny_target import make_tiny_target
 
 LAYER_IDS = (0, 2)
@@ -211,10 +212,27 @@ def test_samples_with_states_that_are_not_finite_are_left_out_and_counted(tmp_pa
     assert len(TargetCache(output)) == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0)])
-def test_a_head_transform_that_drafters_do_not_reproduce_is_refused(tiny_target: Path, name: str, value: float):
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_log_z_is_that_of_the_targets_own_logits_whatever_its_head_does(tmp_path: Path, kind: str):
+    folder = make_family_target(tmp_path / "target", kind)
+    model = load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+    one = planned("a", 30)
+    [found] = worker_for(folder, tmp_path / "cache").capture([one])
+    own = model(torch.tensor([one.input_ids])).logits[0, torch.tensor(one.loss_mask).bool(), :320]
+    # The stored state is rounded to bf16, hence the tolerance; without the transform it would be off by far more.
+    torch.testing.assert_close(found.log_z, own.logsumexp(dim=-1), atol=0.05, rtol=0)
+    assert own.std() > 0.2
+
+
+@pytest.mark.parametrize(("name", "value"), [("final_logit_softcapping", 0.1), ("logits_scaling", 8.0)])
+def test_a_head_that_is_not_what_its_config_says_is_refused(tiny_target: Path, name: str, value: float):
     model = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
-    refuse_unsupported_head(model)
+    assert describe_head(model, 300).valid_vocab_size == 300
     setattr(model.config, name, value)
-    with pytest.raises(ValueError, match=f"LlamaForCausalLM has {name} = {value}; drafters for it are not supported"):
-        refuse_unsupported_head(model)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: its logits are not those of TargetHead\(.* not supported"):
+        describe_head(model, 320)
+
+
+def test_a_head_in_bf16_is_recognised_too(tiny_target: Path):
+    model = load_target(TargetConfig(name=str(tiny_target), dtype="bfloat16", device="cpu"))
+    assert describe_head(model, 320).is_linear

@@ -89,7 +89,7 @@ def test_a_loaded_drafter_proposes_what_the_saved_one_does(tmp_path: Path, shape
     assert proposals[0] == proposals[1]
 
 
-@pytest.mark.parametrize("case", ["dspark_vanilla", "dflash"])
+@pytest.mark.parametrize("case", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "gemma4_dspark_vanilla", "dflash"])
 def test_a_checkpoint_of_the_public_code_keeps_its_tensors_and_config(tmp_path: Path, case: str):
     save_drafter(load_drafter(FIXTURES / case), tmp_path, dtype=torch.float32)
     theirs, ours = (load_file(str(folder / "model.safetensors")) for folder in (FIXTURES / case, tmp_path))
@@ -97,9 +97,17 @@ def test_a_checkpoint_of_the_public_code_keeps_its_tensors_and_config(tmp_path: 
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     their_config = json.loads((FIXTURES / case / "config.json").read_text())
     our_config = json.loads((tmp_path / "config.json").read_text())
+    if case.startswith("gemma4"):  # of a target's two kinds of layer, ours names the one that draft layers are of
+        their_config["rope_parameters"] = {"full_attention": their_config["rope_parameters"]["full_attention"]}
+        their_config |= {"head_dim": their_config["global_head_dim"], "num_key_value_heads": 1}
+        their_config |= {"sliding_window": None}  # of the target's other layers
     shared = their_config.keys() & our_config.keys()
     assert {name: our_config[name] for name in shared} == {name: their_config[name] for name in shared}
     assert {name for name in DEEPSPEC_KEYS if name in their_config} <= shared
+    again = tmp_path / "again"
+    save_drafter(load_drafter(tmp_path), again, dtype=torch.float32)
+    assert (again / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    assert (again / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
 
 
 def test_config_json_speaks_the_public_format():
@@ -113,6 +121,40 @@ def test_config_json_speaks_the_public_format():
     assert content["draft_vocab_size"] == 30
     assert json.loads(json.dumps(content)) == content
     assert "anchor_fusion" not in content
+
+
+def test_what_a_targets_head_does_is_written_where_it_does_something():
+    names = {"embedding_scale", "logit_scale", "final_logit_softcapping", "lm_head_bias", "attention_k_eq_v"}
+    assert not names & to_deepspec(random_drafter().config, dtype="float32").keys()
+    bent = to_deepspec(random_drafter(**VARIANTS["bent_head"]).config, dtype="float32")
+    assert (bent["embedding_scale"], bent["logit_scale"], bent["final_logit_softcapping"]) == (3.0, 0.5, 4.0)
+    assert bent["architectures"] == ["DSparkFusionModel"]  # the public class would leave all of it out
+
+
+def test_a_gemma4_drafter_passes_for_the_public_class_only_where_it_is_one():
+    shape = VARIANTS["gemma4"]
+    content = to_deepspec(random_drafter(**shape).config, dtype="float32")
+    assert (content["architectures"], content["model_type"]) == (["Gemma4DSparkModel"], "gemma4_text")
+    assert (content["global_head_dim"], content["num_global_key_value_heads"]) == (8, 1)
+    assert content["rope_parameters"]["full_attention"]["rope_type"] == "proportional"
+    assert not {"embedding_scale", "hidden_act"} & content.keys()
+    windowed = to_deepspec(random_drafter(**shape, sliding_window=6).config, dtype="float32")
+    assert windowed["architectures"] == ["DSparkFusionModel"]
+    assert from_deepspec(windowed).sliding_window == 6
+
+
+@pytest.mark.parametrize("changes", [{"hidden_activation": "silu"}, {"enable_moe_block": True}])
+def test_a_part_of_gemma4_that_draft_layers_do_not_have_is_refused(changes: dict[str, Any]):
+    content = to_deepspec(random_drafter(**VARIANTS["gemma4"]).config, dtype="float32") | changes
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        from_deepspec(content)
+
+
+def test_a_gemma4_drafter_without_shared_keys_and_values_has_both(tmp_path: Path):
+    drafter = random_drafter(**VARIANTS["gemma4"] | {"attention_k_eq_v": False, "num_key_value_heads": 2})
+    save_drafter(drafter, tmp_path, dtype=torch.float32)
+    assert "layers.0.self_attn.v_proj.weight" in load_file(str(tmp_path / "model.safetensors"))
+    assert load_drafter(tmp_path).config == drafter.config
 
 
 def test_a_sliding_window_is_told_per_layer():
@@ -271,7 +313,7 @@ def test_a_tensor_of_another_shape_is_named(reduced: Path):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding layers need a window"),
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the drafter has 2"),
         ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
-        ({"markov_head_type": "gated"}, "markov_head_type"),
+        ({"markov_head_type": "lstm"}, "markov_head_type"),
         ({"sample_from_anchor": False}, "sample_from_anchor"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "default"}}, "the rotary base is unknown"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dspark.drafters.config import DrafterConfig
-from random_drafter import HYPER, MOE, small_config
+from random_drafter import HYPER, MOE, VARIANTS, small_config
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,11 @@ from random_drafter import HYPER, MOE, small_config
         ({"markov_rank": 0}, "confidence_head_with_markov needs"),
         ({"enable_confidence_head": False}, "confidence_head_with_markov needs"),
         ({"architecture": "dflash", "confidence_head_with_markov": False}, "a dflash drafter has no Markov head"),
-        ({"markov_head_type": "rnn"}, "vanilla"),
+        ({"markov_head_type": "lstm"}, "vanilla"),
+        ({"attention_k_eq_v": True}, "attention_k_eq_v is for gemma4 draft layers"),
+        (VARIANTS["gemma4"] | {"moe": MOE}, "type gemma4_text cannot have moe; set drafter.moe null"),
+        (VARIANTS["gemma4"] | {"hyper_connections": HYPER}, "gemma4_text cannot have hyper_connections"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
         ({"no_such_key": 1}, "no_such_key"),
     ],
 )

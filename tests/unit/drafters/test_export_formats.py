@@ -22,12 +22,14 @@ from random_drafter import VARIANTS, random_batch, random_drafter, small_config
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspec"
 VOCABULARY, HIDDEN = 61, 16
 # What each engine cannot load, by the name of the variant.
-OURS = {"anchor_fusion", "moe", "hyper_connections", "production"}
+OURS = {"anchor_fusion", "moe", "hyper_connections", "production", "bent_head", "gemma4_window"}
+OTHER_HEADS = {"gated", "rnn"}
+GEMMA4 = {"gemma4", "gemma4_reduced"}
 REFUSED = {
     "deepspec": OURS | {"sliding_window", "mixed_windows"},
-    "sglang": OURS | {"sliding_window", "mixed_windows", "learned_mask", "embeddings"},
-    "vllm": set(OURS),
-    "speculators": set(OURS),
+    "sglang": OURS | GEMMA4 | {"sliding_window", "mixed_windows", "learned_mask", "embeddings"},
+    "vllm": OURS | OTHER_HEADS,
+    "speculators": OURS | OTHER_HEADS | GEMMA4,
 }
 SHAPES = VARIANTS | {
     "learned_mask": {"learned_mask_embedding": True},
@@ -37,6 +39,9 @@ SHAPES = VARIANTS | {
     "no_markov_reduced": VARIANTS["no_markov"] | {"draft_vocab_size": 30},
     "embeddings": {"target_layer_ids": (-1, 2)},
     "one_layer": {"num_hidden_layers": 1, "block_size": 1},
+    "gemma4_reduced": VARIANTS["gemma4"]
+    | {"draft_vocab_size": 30, "markov_rank": 0, "confidence_head_with_markov": False},
+    "gemma4_window": VARIANTS["gemma4"] | {"sliding_window": 6},
     "scaled_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
 }
 REFUSED["sglang"].add("learned_mask_reduced")
@@ -134,13 +139,13 @@ def test_an_export_drafts_what_the_drafter_drafts(tmp_path, target, layout, shap
 )
 def test_what_an_engine_cannot_load_is_refused_with_the_value_and_the_remedy(tmp_path, target, layout, shape):
     stored = make(tmp_path, target, SHAPES[shape])
-    with pytest.raises(CannotExport, match=r"cannot load a drafter with \w+ = .*: .*(train|cache)"):
+    with pytest.raises(CannotExport, match=r"cannot load a drafter with \w+ = .*: .*(train|cache|keeps everything)"):
         to_layout(layout, stored, target, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
 def test_only_vllm_refuses_the_other_markov_heads(kind):
-    shape = small_config().model_copy(update={"markov_head_type": kind})
+    shape = small_config(markov_head_type=kind)
     for layout in ("deepspec", "sglang"):
         require_expressible(layout, shape)
     for layout in ("vllm", "speculators"):
@@ -189,7 +194,7 @@ def test_notes_say_what_was_changed(tmp_path, target):
     ]
 
 
-@pytest.mark.parametrize("case", ["dspark_vanilla", "dflash"])
+@pytest.mark.parametrize("case", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "gemma4_dspark_vanilla"])
 def test_a_checkpoint_of_the_public_code_is_written_back_bit_for_bit(tmp_path, target, case):
     exported = to_layout("deepspec", read_stored(FIXTURES / case), target, dtype=torch.float32)
     theirs = load_file(str(FIXTURES / case / "model.safetensors"))

@@ -13,6 +13,7 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter, resolve_mask_token
 from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
+from tiny_families import FAMILIES, make_family_target
 from tiny_target import make_tiny_target, tiny_tokenizer
 
 LAYER_IDS = (0, 2)
@@ -54,14 +55,14 @@ def drafter_for(
     )
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "padded"])
+@pytest.fixture(scope="module", params=["tied", "untied", "padded", *FAMILIES])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """Target and tokenizer; `padded` has 7 head rows more than there are tokens."""
-    folder = make_tiny_target(
-        tmp_path_factory.mktemp(request.param),
-        tied=request.param != "untied",
-        padded_rows=7 if request.param == "padded" else 0,
-    )
+    """Target and tokenizer; `padded` and other families' targets have 7 head rows more than there are tokens."""
+    folder, kind = tmp_path_factory.mktemp(request.param), request.param
+    if kind in FAMILIES:
+        make_family_target(folder, kind)
+    else:
+        make_tiny_target(folder, tied=kind != "untied", padded_rows=7 if kind == "padded" else 0)
     config = TargetConfig(name=str(folder), dtype="float32", device="cpu")
     return load_target(config), load_tokenizer(config)
 
@@ -77,7 +78,7 @@ def test_the_head_on_the_targets_own_state_gives_the_targets_logits(loaded: tupl
     input_ids = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(1))
     last_hidden = target.model(input_ids).last_hidden_state
     logits = target(input_ids).logits[..., : len(tokenizer)]
-    for warm_start in (False, True):
+    for warm_start in (False, True) if target.config.model_type == "llama" else (False,):
         backbone = drafter_for(target, tokenizer, warm_start=warm_start).backbone
         torch.testing.assert_close(backbone.base_logits(last_hidden), logits, atol=1e-4, rtol=0)
 
@@ -114,6 +115,63 @@ def test_embedding_head_and_mask_row_are_the_targets(loaded: tuple[Any, Any]):
     assert torch.equal(backbone.embed_tokens.weight, target.get_input_embeddings().weight)
     assert torch.equal(backbone.lm_head.weight, target.get_output_embeddings().weight)
     assert torch.equal(backbone.mask_embedding, backbone.embed_tokens.weight[backbone.config.mask_token_id])
+
+
+def test_block_inputs_are_embedded_as_the_target_embeds(loaded: tuple[Any, Any]):
+    target, tokenizer = loaded
+    backbone = drafter_for(target, tokenizer).backbone
+    first_inputs: list[torch.Tensor] = []
+    hook = target.model.layers[0].register_forward_pre_hook(lambda _module, inputs: first_inputs.append(inputs[0]))
+    target(torch.tensor([[41, backbone.config.mask_token_id]]))
+    hook.remove()
+    found = backbone._block_inputs(torch.tensor([[41]]), torch.zeros(1, 1, 64))[0, 0]
+    torch.testing.assert_close(found[:2], first_inputs[0][0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_gemma4_targets_drafter_has_layers_of_its_global_kind(tmp_path: Path):
+    folder = make_family_target(tmp_path, "gemma4_text")
+    target = load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+    drafter = drafter_for(target, tiny_tokenizer())
+    config = drafter.config
+    assert (config.model_type, config.head_dim, config.num_key_value_heads) == ("gemma4_text", 16, 1)
+    assert config.rope_parameters == {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    }
+    ours, theirs = (
+        {name: value.shape for name, value in layer.state_dict().items()}
+        for layer in (drafter.backbone.layers[0], target.model.layers[3])
+    )
+    assert ours == theirs
+
+
+def test_a_gemma4_layer_on_its_own_tokens_is_the_targets_layer(tmp_path: Path):
+    """Without context, and every slot alone, attention is over one key: then nothing tells the two layers apart."""
+    folder = make_family_target(tmp_path, "gemma4_text")
+    target = load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+    backbone = drafter_for(target, tiny_tokenizer(), block_size=1, num_layers=1).backbone
+    layer, source = backbone.layers[0], target.model.layers[3]
+    source.layer_scalar.fill_(0.7)
+    layer.load_state_dict(source.state_dict())
+    h = torch.randn(1, 3, 1, 64)
+    positions = torch.tensor([[[0], [5], [9]]])
+    nothing = (torch.zeros(1, 0, 1, 16), torch.zeros(1, 0, 1, 16))
+    found = layer(h, nothing, *backbone.rotary(positions), torch.zeros(1, 3, 1, 0, dtype=torch.bool))
+    for row in range(3):
+        angles = target.model.rotary_emb(h[:, row], positions[:, row], "full_attention")
+        expected = source(h[:, row], position_embeddings=angles, attention_mask=None, shared_kv_states={})
+        torch.testing.assert_close(found[:, row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("granite", "GraniteDecoderLayer"), ("gemma4_text", "Gemma4TextDecoderLayer")]
+)
+def test_a_warm_start_from_layers_that_rescale_is_refused(tmp_path: Path, kind: str, name: str):
+    folder = make_family_target(tmp_path, kind)
+    target = load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+    with pytest.raises(ValueError, match=f"cannot start from {name}; set drafter.warm_start false"):
+        drafter_for(target, tiny_tokenizer(), warm_start=True)
 
 
 def test_a_new_drafter_is_a_function_of_its_seed(plain: tuple[Any, Any]):

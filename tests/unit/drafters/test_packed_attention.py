@@ -22,6 +22,7 @@ from random_drafter import packed, random_batch, small_config
 
 ANCHORS = [[1, 2, 5, 19, 20, 21], [30], [3, 9, 22], [2]]
 WINDOWS = [None, 1, 2, 7]
+SCALING = 0.6  # neither D^-1/2 nor 1: it has to be the one that is given
 every_window = pytest.mark.parametrize("window", WINDOWS)
 
 
@@ -53,8 +54,8 @@ def test_gathered_windows_agree_with_the_dense_mask(
     monkeypatch.setattr(module, "BLOCKS_PER_WINDOW", blocks_per_window)
     monkeypatch.setattr(module, "LARGEST_WASTE", waste)
     batch = batch_with(window)
-    found = outcome(packed_attention(batch, window), tensors(batch))
-    expected = outcome(lambda *inputs: dense_packed_attention(batch, window, *inputs), tensors(batch))
+    found = outcome(packed_attention(batch, window, scaling=SCALING), tensors(batch))
+    expected = outcome(lambda *inputs: dense_packed_attention(batch, window, *inputs, scaling=SCALING), tensors(batch))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)  # float32, sums in another order
 
@@ -90,8 +91,11 @@ def test_flex_attention_agrees_with_the_dense_mask(window: int | None):
     batch = batch_with(window)
     with torch.no_grad():  # FlexAttention has no backward on a CPU
         inputs = tensors(batch)
-        found = flex_attend(packed_block_mask(batch, window), flex_attention, *(x.detach() for x in inputs))
-        torch.testing.assert_close(found, dense_packed_attention(batch, window, *inputs), atol=1e-5, rtol=1e-5)
+        mask = packed_block_mask(batch, window)
+        found = flex_attend(mask, flex_attention, *(x.detach() for x in inputs), scaling=SCALING)
+        torch.testing.assert_close(
+            found, dense_packed_attention(batch, window, *inputs, scaling=SCALING), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.gpu
@@ -99,7 +103,11 @@ def test_flex_attention_agrees_with_the_dense_mask(window: int | None):
 @every_window
 def test_compiled_flex_attention_agrees_with_gathered_windows(window: int | None):
     batch = batch_with(window)
-    expected = outcome(lambda *inputs: window_attend(gather_windows(batch, window), *inputs), tensors(batch))
-    found = outcome(packed_attention(batch.to(torch.device("cuda")), window), tensors(batch, device="cuda"))
+    expected = outcome(
+        lambda *inputs: window_attend(gather_windows(batch, window), *inputs, scaling=SCALING), tensors(batch)
+    )
+    found = outcome(
+        packed_attention(batch.to(torch.device("cuda")), window, scaling=SCALING), tensors(batch, device="cuda")
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-4)

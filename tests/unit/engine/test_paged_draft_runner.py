@@ -74,7 +74,8 @@ def test_sampled_tokens_come_with_the_distribution_that_teacher_forcing_gives(sh
         logits = pair.drafter.backbone.base_logits(h)
         previous = torch.tensor([5 + i, *proposal.token_ids[:-1].tolist()])
         if isinstance(pair.drafter, DSparkDrafter) and pair.drafter.markov_head is not None:
-            bias = pair.drafter.markov_head.bias(pair.drafter.embed_previous(previous))
+            head = pair.drafter.markov_head
+            bias = head.bias(head.unroll(h, head.embed(previous)))
             logits = logits + bias[:, : pair.drafter.config.draft_vocab_size]
         expected = torch.softmax(logits / 0.8, dim=-1)
         torch.testing.assert_close(proposal.probs, expected, atol=1e-5, rtol=1e-4)

@@ -9,15 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.target_head import TargetHead
 from dspark.training import fused
 from dspark.training.fused import HeadTargets, head_loss, slot_terms, target_probabilities
 from dspark.training.losses import OUTSIDE, slot_losses
 
 N, P, D, R, V = 11, 8, 6, 3, 17
 CE_FACTOR, TV_FACTOR = 0.3, 0.9
+HEADS = {
+    "plain": None,
+    "linear": TargetHead(V, V),
+    "scaled": TargetHead(V, V, logit_scale=0.25),
+    "soft-capped": TargetHead(V, V, softcap=1.5),
+    "all of it": TargetHead(V, V, logit_scale=0.5, softcap=2.0, has_bias=True),
+}
 
 
-def inputs(*, markov: bool, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor | None], Tensor, HeadTargets]:
+def products(rows: Tensor, weight: Tensor, head: TargetHead | None) -> Tensor:
+    """The target's logits of some states, the plain way."""
+    made = rows @ weight.T + (0.0 if head is None or not head.has_bias else head_bias(weight.dtype))
+    return made if head is None else head.logits(made)
+
+
+def head_bias(dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-1.0, 1.0, V, dtype=dtype)
+
+
+def inputs(
+    *, markov: bool, dtype: torch.dtype = torch.float64, head_form: TargetHead | None = None
+) -> tuple[list[Tensor | None], Tensor, HeadTargets]:
     """([h, embedded, bias_weight], head_weight, targets); some labels lie outside."""
     generator = torch.Generator().manual_seed(0)
 
@@ -31,48 +51,56 @@ def inputs(*, markov: bool, dtype: torch.dtype = torch.float64) -> tuple[list[Te
     labels = torch.randint(0, V, (N,), generator=generator)
     labels[[2, 7]] = OUTSIDE
     weights = random(N).abs()
-    log_z = (last_hidden @ head.T).logsumexp(-1) + 0.3  # some of the target's mass lies outside V'
+    log_z = products(last_hidden, head, head_form).logsumexp(-1) + 0.3  # some of the target's mass lies outside V'
     targets = HeadTargets(last_hidden, log_z, rows, labels, CE_FACTOR * weights, TV_FACTOR * weights)
     learned = [None if x is None else x.requires_grad_() for x in (h, embedded, bias)]
     return learned, head, targets
 
 
-def twin(learned: list[Tensor | None], head: Tensor, targets: HeadTargets) -> tuple[Tensor, Tensor, Tensor]:
+def twin(
+    learned: list[Tensor | None], head: Tensor, targets: HeadTargets, head_form: TargetHead | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     h, embedded, bias = learned
     assert h is not None
-    logits = h @ head.T
+    logits = products(h, head, head_form)
     if embedded is not None and bias is not None:
         logits = logits + embedded @ bias.T
-    target_logits = (targets.last_hidden @ head.T)[targets.rows]
+    target_logits = products(targets.last_hidden, head, head_form)[targets.rows]
     losses = slot_losses(logits, target_logits, targets.log_z[targets.rows], targets.labels, None)
     loss = (losses.ce * targets.ce_scale).sum() + (losses.tv * targets.tv_scale).sum()
     return loss, losses.ce, losses.tv
 
 
-def run(function, *, markov: bool, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor]]:
+def run(
+    function, *, markov: bool, dtype: torch.dtype = torch.float64, head_form: TargetHead | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """Values and gradients of a loss function."""
-    learned, head, targets = inputs(markov=markov, dtype=dtype)
-    values = function(learned, head, targets)
+    learned, head, targets = inputs(markov=markov, dtype=dtype, head_form=head_form)
+    values = function(learned, head, targets, head_form)
     (2.0 * values[0]).backward()
     return [value.detach() for value in values], [x.grad for x in learned if x is not None]
 
 
-def fast(learned: list[Tensor | None], head: Tensor, targets: HeadTargets) -> tuple[Tensor, Tensor, Tensor]:
+def fast(
+    learned: list[Tensor | None], head: Tensor, targets: HeadTargets, head_form: TargetHead | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     h, embedded, bias = learned
     assert h is not None
-    return head_loss(h, embedded, head, bias, targets)
+    added = head_bias(head.dtype) if head_form is not None and head_form.has_bias else None
+    return head_loss(h, embedded, head, bias, targets, head=head_form, head_bias=added)
 
 
+@pytest.mark.parametrize("head_form", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("markov", [True, False])
 @pytest.mark.parametrize("chunk", [1, 4, 11, 128])
 @pytest.mark.parametrize("tile", [1, 3])
 def test_values_and_gradients_are_those_of_the_twin(
-    monkeypatch: pytest.MonkeyPatch, markov: bool, chunk: int, tile: int
+    monkeypatch: pytest.MonkeyPatch, markov: bool, chunk: int, tile: int, head_form: TargetHead | None
 ):
     monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
     monkeypatch.setattr(fused, "TILE_BYTES", tile * V * 8)
-    values, gradients = run(fast, markov=markov)
-    expected_values, expected_gradients = run(twin, markov=markov)
+    values, gradients = run(fast, markov=markov, head_form=head_form)
+    expected_values, expected_gradients = run(twin, markov=markov, head_form=head_form)
     for found, expected in zip(values + gradients, expected_values + expected_gradients, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
 
@@ -103,31 +131,36 @@ def test_no_slot_at_all_is_no_loss():
     assert ce.shape == tv.shape == (0,)
 
 
-def near_target(num_slots: int, vocabulary: int, d: int) -> tuple[Tensor, Tensor, HeadTargets]:
+def near_target(
+    num_slots: int, vocabulary: int, d: int, head_form: TargetHead | None = None
+) -> tuple[Tensor, Tensor, HeadTargets]:
     """(h, head, targets): bf16 states and head rows of a drafter that is close to its target."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(d, generator=generator)  # real heads have a common part, which must cancel in the gradient
     head = (0.3 * (common + torch.randn(vocabulary, d, generator=generator))).bfloat16()
     last_hidden = torch.randn(num_slots, d, generator=generator).bfloat16()
     h = (last_hidden.float() + 0.02 * torch.randn(num_slots, d, generator=generator)).bfloat16()
-    log_z = (last_hidden.double() @ head.double().T).logsumexp(-1).float()
+    log_z = products(last_hidden.double(), head.double(), head_form).logsumexp(-1).float()
     labels = torch.randint(0, vocabulary, (num_slots,), generator=generator)
     ce_scale, tv_scale = torch.full((num_slots,), 0.1), torch.full((num_slots,), 0.9)
     return h, head, HeadTargets(last_hidden, log_z, torch.arange(num_slots), labels, ce_scale, tv_scale)
 
 
+@pytest.mark.parametrize("head_form", [None, TargetHead(32_768, 32_768, softcap=30.0)], ids=["plain", "soft-capped"])
 @pytest.mark.parametrize("ce_factor", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradients_near_the_target_are_within_1_percent_of_float64(dtype: torch.dtype, ce_factor: float):
-    h, head, targets = near_target(24, 32_768, 64)
+def test_gradients_near_the_target_are_within_1_percent_of_float64(
+    dtype: torch.dtype, ce_factor: float, head_form: TargetHead | None
+):
+    h, head, targets = near_target(24, 32_768, 64, head_form)
     targets = replace(targets, ce_scale=torch.full((24,), ce_factor))
     states = h.clone().to(dtype).requires_grad_()
-    loss, _, tv = head_loss(states, None, head.float(), None, targets)
+    loss, _, tv = head_loss(states, None, head.float(), None, targets, head=head_form)
     loss.backward()
     assert float(1.0 - 0.5 * tv.mean()) == pytest.approx(0.98, abs=0.01)  # the overlap of p and q
     exact = h.double().requires_grad_()
     wide = HeadTargets(**{k: v.double() if v.is_floating_point() else v for k, v in vars(targets).items()})
-    twin([exact, None, None], head.double(), wide)[0].backward()
+    twin([exact, None, None], head.double(), wide, head_form)[0].backward()
     assert states.grad is not None
     assert exact.grad is not None
     assert states.grad.dtype == dtype

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from dspark.training.precision import Autocast
-from random_drafter import packed, random_batch, random_drafter
+from random_drafter import VARIANTS, packed, random_batch, random_drafter
 
 
+@pytest.mark.parametrize("shape", ["plain", "gated", "rnn", "gemma4"])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_what_the_heads_are_given_is_float32_beside_the_states(enabled: bool):
-    drafter = random_drafter()
+def test_what_the_heads_are_given_is_float32_beside_the_states(enabled: bool, shape: str):
+    drafter = random_drafter(**VARIANTS[shape])
     batch = packed(random_batch(drafter.config, [[3, 9]]), drafter.config)
     rows = Autocast(drafter, enabled=enabled)(batch, torch.ones(2, 4, dtype=torch.bool))
     assert rows.h.dtype == (torch.bfloat16 if enabled else torch.float32)

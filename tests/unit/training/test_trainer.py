@@ -105,6 +105,7 @@ def test_training_can_go_on_from_a_checkpoint_of_the_public_form(cache, tmp_path
         ({}, {"block_size": 3}, "block_size is 4 but 3 is asked for; leave it out"),
         ({}, {"draft_vocab_size": 40}, "draft_vocab_size is 320 but 40 is asked for"),
         ({"draft_vocab_size": 40}, {"draft_vocab_size": None}, "draft_vocab_size is 40 but 320 is asked for"),
+        ({}, {"markov_head_type": "rnn"}, "markov_head_type is 'vanilla' but 'rnn' is asked for"),
         ({}, {"confidence_head": False}, "confidence_head is True but False is asked for"),
     ],
 )
