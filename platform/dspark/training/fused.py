@@ -184,8 +184,9 @@ def _losses_of_chunk(
     for tile_logits, tile_slope, *tile_columns in zip(
         *(tensor.split(tile) for tensor in (logits, slope, *columns)), strict=True
     ):
-        for values, found in zip((ce, tv), terms(tile_logits, target, outside_mass, *tile_columns), strict=True):
-            values.append(found)
+        tile_ce, tile_tv = terms(tile_logits, target, outside_mass, *tile_columns)
+        ce.append(tile_ce)
+        tv.append(tile_tv)
         if slope is not logits:
             tile_slope.copy_(tile_logits)
     return torch.cat(ce), torch.cat(tv)
