@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_at_its_last_checkpoint_with_the_same_losses(finish
     noted = checkpoints / "checkpoint_manager_snapshot.json"
     job = start_job("train", "--config", str(path), log=tmp_path / "log.txt")
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (noted.is_file() and f"step-{2 * CHECKPOINT_EVERY:06d}" in noted.read_text()):
             assert job.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
             assert time.monotonic() < deadline

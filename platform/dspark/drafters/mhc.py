@@ -52,15 +52,9 @@ class HyperConnection(Float32Module):
         n = self._config.hc_mult
         self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * config.hidden_size))
         self.scale = nn.Parameter(torch.full((3,), INITIAL_SCALE))
-        self.base = nn.Parameter(
-            torch.cat(
-                [
-                    torch.full((n,), _logit(1.0 / n)),
-                    torch.linspace(-1.0, 1.0, n),  # symmetric about 0: the shares 2 sigmoid(.) have mean 1
-                    (INITIAL_DIAGONAL * torch.eye(n)).flatten(),
-                ]
-            )
-        )
+        shares = [2.0 * stream / (n - 1) - 1.0 for stream in range(n)]  # symmetric about 0: 2 sigmoid(.) has mean 1
+        mixing = [INITIAL_DIAGONAL * (row == column) for row in range(n) for column in range(n)]
+        self.base = nn.Parameter(torch.tensor([_logit(1.0 / n)] * n + shares + mixing))
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Connect]:
         """What the sublayer reads, [..., d], and how its output is added. streams: [..., n, d]."""

@@ -51,7 +51,7 @@ def test_a_sample_asked_for_twice_in_a_group_is_captured_once(worker: CaptureWor
 
 
 def test_states_that_are_not_finite_carry_no_loss_and_are_counted(worker: CaptureWorker):
-    worker._head = worker._head.clone()  # tied to the embedding, one row of which is spoilt
+    worker._weight = worker._weight.clone()  # tied to the embedding, one row of which is spoilt
     with torch.no_grad():
         worker._model.get_input_embeddings().weight[7] = torch.nan
     samples = [

@@ -148,7 +148,7 @@ def test_one_prompt_that_cannot_be_answered_is_a_row_with_its_reason(tiny_target
 def test_settings_that_fit_no_request_stop_the_run(tiny_target: Path, tmp_path: Path) -> None:
     with ScriptedServer([(400, {})] * 999) as server:
         config = build_config(GenerateConfig, content(tiny_target, tmp_path, server.url, concurrency=2))
-        with pytest.raises(DsparkError, match="none of the first 8 requests was answered well: endpoint: refused"):
+        with pytest.raises(DsparkError, match=r"none of the first \d+ requests was answered well: endpoint: refused"):
             answer(config, prompts(50))
         assert len(server.bodies) < 20
 

@@ -88,7 +88,7 @@ def test_sampled_tokens_follow_the_target_where_the_text_is_copied(concurrency):
     p, num_draws = misfit(model, outputs, sampling)
     assert num_draws == 20_000
     assert p > 0.001
-    assert 500 < engine.stats.copies.rounds < engine.stats.rounds.rounds - 500
+    assert 500 < engine.stats.copies.rounds < engine.stats.rounds.rounds - 50
     assert 0.05 < engine.stats.copies.conditional_acceptance[0] < 0.95
 
 
