@@ -100,7 +100,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(str(folder), port), nprocs=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[3])  # the new processes find this module by its whole name
+        torch.multiprocessing.spawn(work, args=(str(folder), port), nprocs=2)
     return folder
 
 
