@@ -40,6 +40,10 @@ KEPT_SHAPE = {
     "draft_vocab_size": "draft_vocab_size",
     "learned_mask_embedding": "learned_mask_embedding",
     "sliding_window": "sliding_window",
+    "layer_types": "layer_types",
+    "mlp_layer_types": "mlp_layer_types",
+    "moe": "moe",
+    "hyper_connections": "hyper_connections",
     "anchor_fusion": "anchor_fusion",
     "markov_rank": "markov_rank",
     "markov_head_type": "markov_head_type",
@@ -203,7 +207,9 @@ def _go_on_from(config: TrainConfig, cache: SampleSource, folder: Location) -> N
         remedy="make the cache again, or capture online, with the drafter's target_layer_ids",
     )
     given = config.drafter.model_dump(include=config.drafter.model_fields_set & KEPT_SHAPE.keys())
-    found = {name: getattr(shape, KEPT_SHAPE[name]) for name in given}
+    given = {name: value for name, value in given.items() if value != ()}  # no layer is named
+    kept = shape.model_dump()
+    found = {name: kept[KEPT_SHAPE[name]] for name in given}
     if given.get("draft_vocab_size", 0) is None:
         given["draft_vocab_size"] = shape.valid_vocab_size
     require_same(

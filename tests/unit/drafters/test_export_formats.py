@@ -181,8 +181,11 @@ def test_the_targets_head_is_asked_for_only_to_widen_a_vocabulary(tmp_path, targ
 
     absent = Absent(target.embedding, target.rows)
     for shape in ({}, {"draft_vocab_size": 30}):
-        to_layout("vllm", make(tmp_path / str(len(shape)), target, shape), absent, dtype=torch.bfloat16)
-    to_layout("sglang", make(tmp_path / "full", target, {}), absent, dtype=torch.bfloat16)
+        stored = make(tmp_path / str(len(shape)), target, shape)
+        assert to_layout("vllm", stored, absent, dtype=torch.bfloat16).tensors
+    assert to_layout("sglang", make(tmp_path / "full", target, {}), absent, dtype=torch.bfloat16).tensors
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        to_layout("sglang", make(tmp_path / "widened", target, shape), absent, dtype=torch.bfloat16)
 
 
 def test_notes_say_what_was_changed(tmp_path, target):

@@ -103,6 +103,8 @@ def test_training_can_go_on_from_a_checkpoint_of_the_public_form(cache, tmp_path
     [
         ({"layer_ids": (0, 1)}, {}, r"target_layer_ids is \[0, 1\] but \[0, 2\] is asked for; make the cache again"),
         ({}, {"block_size": 3}, "block_size is 4 but 3 is asked for; leave it out"),
+        ({}, {"hyper_connections": {"hc_mult": 2}}, "hyper_connections is None but .* is asked for; leave it out"),
+        ({}, {"layer_types": ["sliding_attention"]}, "layer_types is .*full_attention.* is asked for; leave it out"),
         ({}, {"draft_vocab_size": 40}, "draft_vocab_size is 320 but 40 is asked for"),
         ({"draft_vocab_size": 40}, {"draft_vocab_size": None}, "draft_vocab_size is 40 but 320 is asked for"),
         ({}, {"markov_head_type": "rnn"}, "markov_head_type is 'vanilla' but 'rnn' is asked for"),
