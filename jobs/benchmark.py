@@ -8,7 +8,7 @@ from typing import Any
 
 import runner
 from dspark.data.prompts import Prompt, read_prompts
-from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, NGRAM, check_drafter, drafter_target
+from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, WITHOUT_FOLDER, check_drafter, drafter_target
 from dspark.evaluation.benchmarking import (
     SIDES,
     choose_prompts,
@@ -72,7 +72,7 @@ def _request(config: BenchmarkConfig, prompts: Sequence[Prompt]) -> dict[str, An
         return request
     target = config.target or drafter_target(config.drafter)
     files = {}
-    if config.drafter != NGRAM:
+    if config.drafter not in WITHOUT_FOLDER:
         check_drafter(config.drafter, target)
         names = (*DRAFTER_FILES[:2], CALIBRATION, COST_CURVE)
         paths = {name: locate(config.drafter) / name for name in names}

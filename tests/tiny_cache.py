@@ -8,22 +8,32 @@ import torch
 from dspark.chat import ChatConfig
 from dspark.data.capture import CaptureWorker, PlannedSample
 from dspark.data.target_cache import TargetCache, TargetCacheWriter
+from dspark.drafters.base import final_state_id
 from dspark.targets import TargetConfig, load_target, target_identity
 
 LAYER_IDS = (0, 2)
+NUM_LAYERS = 4
 PROMPT_TOKENS = 6
 
 
-def make_tiny_cache(folder: str | Path, target_folder: str | Path, *, train: int = 12, heldout: int = 3) -> TargetCache:
+def make_tiny_cache(
+    folder: str | Path,
+    target_folder: str | Path,
+    *,
+    train: int = 12,
+    heldout: int = 3,
+    final_states: tuple[str, ...] = (),
+) -> TargetCache:
     """Write a cache of `train` + `heldout` samples of 26 and more tokens in two shards into `folder`; opens it."""
     target_config = TargetConfig(name=str(target_folder), dtype="float32", device="cpu")
-    worker = CaptureWorker(target_config.model_dump(), LAYER_IDS, str(folder), batch_tokens=2000, threads=1)
+    layer_ids = (*LAYER_IDS, *(final_state_id(name, NUM_LAYERS) for name in final_states))
+    worker = CaptureWorker(target_config.model_dump(), layer_ids, str(folder), batch_tokens=2000, threads=1)
     planned = _planned(target_config, train, heldout)
     request: dict[str, Any] = {
         "answers_fingerprint": "0123456789abcdef",
         "target": target_identity(target_config),
         "chat": ChatConfig().model_dump(),
-        "target_layer_ids": list(LAYER_IDS),
+        "target_layer_ids": list(layer_ids),
     }
     writer = TargetCacheWriter(folder)
     writer.begin(request, fresh=False)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from dspark.chat import ChatConfig
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.checkpoint import save_drafter
-from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter
+from dspark.drafters.initialize import AUTOREGRESSIVE, DrafterShape, drafter_config, new_drafter
+from dspark.drafters.initialize_autoregressive import autoregressive_config, new_autoregressive_drafter
 from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.provenance import write_json
 from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
@@ -27,15 +28,17 @@ def make_tiny_drafter(
     folder = Path(folder)
     target_config = TargetConfig(name=str(target_folder), dtype="float32", device="cpu")
     target, tokenizer = load_target(target_config), load_tokenizer(target_config)
-    options = {"num_layers": 1, "block_size": 4, "mask_token": 0, "markov_rank": 8, "warm_start": True} | shape
-    config = drafter_config(
-        DrafterShape(**options),
-        target.config,
-        tokenizer,
-        target_layer_ids=layer_ids,
-        valid_vocab_size=vocabulary_size(tokenizer),
-    )
-    drafter = new_drafter(
+    is_parallel = shape.get("architecture") not in AUTOREGRESSIVE
+    parallel = {"num_layers": 1, "mask_token": 0, "markov_rank": 8} if is_parallel else {}
+    options = {"block_size": 4, "warm_start": True} | parallel | shape
+    fields: dict[str, Any] = {"target_layer_ids": layer_ids, "valid_vocab_size": vocabulary_size(tokenizer)}
+    config: Any
+    if is_parallel:
+        config = drafter_config(DrafterShape(**options), target.config, tokenizer, **fields)
+    else:
+        config = autoregressive_config(DrafterShape(**options), target.config, position_decay=4.0, **fields)
+    build = new_drafter if is_parallel else new_autoregressive_drafter
+    drafter = build(
         config,
         target,
         draft_to_target=torch.arange(config.draft_vocab_size),

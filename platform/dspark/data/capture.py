@@ -19,6 +19,7 @@ from dspark.data.answers import AnswerSet
 from dspark.data.cache_budget import SHARD_BYTES, AnswerSize, choose, entry_bytes, folder_bytes
 from dspark.data.head_probe import describe_head
 from dspark.data.target_cache import CachedSample, TargetCacheWriter, bytes_of
+from dspark.drafters.base import FinalState, final_state_id
 from dspark.engine.hidden_states import HiddenStateCapture, check_layer_ids, decoder_of
 from dspark.numerics import use_fast_float32_products
 from dspark.targets import TargetConfig, input_device, load_target, load_tokenizer, vocabulary_size
@@ -31,15 +32,17 @@ class CacheConfig(Config):
     """The cache stage.
 
     answers: folder made by jobs/generate.py. target_layer_ids: 0-based decoder layers to capture, -1 the embeddings;
-    None spaces five evenly. min_loss_tokens: samples with fewer supervised tokens are left out and counted.
-    max_cache_bytes: of the whole folder, temporary files included; whole answers are kept, in an order drawn by seed
-    and id, as many as fit. shard_tokens, batch_tokens: tokens per file and per forward pass. gpus_per_worker: None
-    gives each worker one where the cluster has any.
+    None spaces five evenly. final_states: the target's states at its final norm, captured besides for MTP drafters;
+    where only they are wanted, target_layer_ids is []. min_loss_tokens: samples with fewer supervised tokens are left
+    out and counted. max_cache_bytes: of the whole folder, temporary files included; whole answers are kept, in an order
+    drawn by seed and id, as many as fit. shard_tokens, batch_tokens: tokens per file and per forward pass.
+    gpus_per_worker: None gives each worker one where the cluster has any.
     """
 
     answers: str
     output: str
     target_layer_ids: tuple[int, ...] | None = None
+    final_states: tuple[FinalState, ...] = ()
     dtype: str = "bfloat16"
     max_length: int = pydantic.Field(default=4096, gt=1)
     min_loss_tokens: int = pydantic.Field(default=14, ge=2)
@@ -58,6 +61,8 @@ class CaptureSettings(Protocol):
 
     @property
     def target_layer_ids(self) -> tuple[int, ...] | None: ...
+    @property
+    def final_states(self) -> tuple[FinalState, ...]: ...
     @property
     def dtype(self) -> str: ...
     @property
@@ -251,7 +256,14 @@ def is_finite(sample: CachedSample) -> bool:
 
 def resolve_layer_ids(config: CaptureSettings, num_target_layers: int) -> tuple[int, ...]:
     """The configured ids or the default ones. Raises: ValueError for ids the target cannot give."""
-    layer_ids = config.target_layer_ids or default_layer_ids(num_target_layers)
+    layer_ids = default_layer_ids(num_target_layers) if config.target_layer_ids is None else config.target_layer_ids
+    if max(layer_ids, default=0) >= num_target_layers:
+        raise ValueError(
+            f"target_layer_ids {list(layer_ids)}: a target with {num_target_layers} layers has no layer "
+            f"{max(layer_ids)}; for its state at the final norm set final_states"
+        )
+    final = {final_state_id(name, num_target_layers) for name in config.final_states}
+    layer_ids = (*layer_ids, *sorted(final))
     check_layer_ids(layer_ids, num_target_layers)
     return layer_ids
 

@@ -22,24 +22,27 @@ from dspark.data.capture import CaptureWorker, PlannedSample
 from dspark.data.captured import CapturedGroup, KeptStates, capture_group
 from dspark.data.sample_counts import SampleCounts
 from dspark.data.target_cache import CachedSample, SampleEntry
+from dspark.drafters.base import FinalState
 
 
 class DataConfig(Config):
     """Where the train stage's samples come from.
 
     mode: offline reads the target cache; online has target workers run the target along the answers meanwhile and
-    writes nothing to disk. All other fields are for online. answers: folder made by
-    jobs/generate.py. target_layer_ids, dtype, max_length, min_loss_tokens: as in the cache stage. batch_tokens: of one
-    forward pass of the target. target_workers: each holds the target; add some while data_wait_s is a large part of
-    step_s. gpus_per_target_worker: None gives each one where the cluster has any. max_target_restarts: how often a
-    target worker that died is replaced. steps_ahead: steps whose states are captured before they are needed, held in
-    the memory of Ray's object store; 0 has trainer and target take turns. keep_bytes: memory of each target worker for
-    states that later epochs ask for again; with 0 the target runs once per sample and epoch.
+    writes nothing to disk. All other fields are for online. answers: folder made by jobs/generate.py.
+    target_layer_ids, final_states: as in the cache stage, but no more than the drafter reads. dtype, max_length,
+    min_loss_tokens: as in the cache stage. batch_tokens: of one forward pass of the target. target_workers: each holds
+    the target; add some while data_wait_s is a large part of step_s. gpus_per_target_worker: None gives each one where
+    the cluster has any. max_target_restarts: how often a target worker that died is replaced. steps_ahead: steps whose
+    states are captured before they are needed, held in the memory of Ray's object store; 0 has trainer and target take
+    turns. keep_bytes: memory of each target worker for states that later epochs ask for again; with 0 the target runs
+    once per sample and epoch.
     """
 
     mode: Literal["offline", "online"] = "offline"
     answers: str | None = None
     target_layer_ids: tuple[int, ...] | None = None
+    final_states: tuple[FinalState, ...] = ()
     dtype: str = "bfloat16"
     max_length: int = pydantic.Field(default=4096, gt=1)
     min_loss_tokens: int = pydantic.Field(default=14, ge=2)

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.data.chosen_layers import ChosenLayers
 from dspark.data.sample_counts import SampleCounts
 from dspark.errors import Mismatch, MissingInput, OutOfSpace
 from dspark.provenance import file_sha256, read_json, require_same, write_json
@@ -177,11 +178,14 @@ class TargetCacheWriter:
 
 
 class TargetCache:
-    """A complete cache, opened for reading: the offline SampleSource. Samples are numbered in manifest order."""
+    """A complete cache, opened for reading: the offline SampleSource. Samples are numbered in manifest order.
+
+    layer_ids: the captured layers to read, in this order; None reads all.
+    """
 
     steps_ahead = 0
 
-    def __init__(self, folder: str | Location) -> None:
+    def __init__(self, folder: str | Location, *, layer_ids: Sequence[int] | None = None) -> None:
         self.folder = locate(folder)
         if not (self.folder / MANIFEST).is_file():
             raise MissingInput(f"no complete target cache at {self.folder} ({MANIFEST}); make it with jobs/cache.py")
@@ -192,6 +196,7 @@ class TargetCache:
                 "make it again with jobs/cache.py --fresh"
             )
         self.request: dict[str, Any] = self.manifest["request"]
+        self._layers = ChosenLayers(layer_ids, self.request.get("target_layer_ids"), source=self.description)
         self.entries: list[SampleEntry] = []
         self._files: list[tuple[Location, str]] = []
         sizes = sizes_in(self.folder)
@@ -252,7 +257,7 @@ class TargetCache:
             id=entry.id,
             input_ids=input_ids,
             loss_mask=loss_mask,
-            hidden=shard.get_slice("hidden")[entry.start : entry.stop],
+            hidden=self._layers.read(shard.get_slice("hidden"), slice(entry.start, entry.stop)),
             last_hidden=shard.get_slice("last_hidden")[supervised],
             log_z=shard.get_slice("log_z")[supervised],
         )

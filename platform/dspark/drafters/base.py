@@ -5,13 +5,24 @@ m captured target layers, V target vocabulary, V' draft vocabulary (V' = V when 
 A counts the blocks of all sequences together and T the context tokens that any of them sees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dspark.speculation.proposal import Proposal
+
+FinalState = Literal["before_norm", "after_norm"]
+
+
+def final_state_id(name: str, num_target_layers: int) -> int:
+    """The id, among target_layer_ids, of the target's state at its final norm; a decoder layer has a lower one.
+
+    name: "before_norm", what the norm is given, or "after_norm", what the head is given.
+    """
+    return num_target_layers + {"before_norm": 0, "after_norm": 1}[name]
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,8 @@ class PackedBatch:
     """Blocks of many sequences, packed densely: the input of a training step. Nothing is padded.
 
     anchors: [A] int64, position p of each block in its own sequence; previous_ids: [A, G] int64, the token each slot
-    is told: the anchor, then the true tokens after it; target_hidden: [T, m*d]; context_positions: [T] int64.
+    is told: the anchor, then the true tokens after it; target_hidden: [T, m*d]; context_positions, context_ids: [T]
+    int64, place and token of each context row.
     Which context a block sees is a range of rows, [context_starts, context_stops), both [A] int64; the last row of it
     is position p - 1, and rows of one range are neighbours in their sequence. Through a sliding window of W tokens,
     slot j sees row t of it when context_stops + j - t < W.
@@ -29,6 +41,7 @@ class PackedBatch:
     previous_ids: Tensor
     target_hidden: Tensor
     context_positions: Tensor
+    context_ids: Tensor
     context_starts: Tensor
     context_stops: Tensor
 
@@ -117,4 +130,13 @@ class Drafter(Protocol):
         max_tokens: at most this many, 0..block_size. temperature 0 is greedy.
         Raises: ValueError if max_tokens exceeds block_size.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsTokens(Protocol):
+    """A drafter whose context is tokens as well as features: it is told the committed ids before their features."""
+
+    def extend_ids(self, state: Any, ids: Sequence[int]) -> None:
+        """Append committed tokens, the anchor included: first the prompt's, then those of every round."""
         ...

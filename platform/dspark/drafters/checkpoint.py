@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dspark.drafters import build_drafter
+from dspark.drafters import AnyDrafterConfig, TrainedDrafter, build_drafter
 from dspark.drafters.config import FULL, SLIDING, DrafterConfig, HyperConnectionConfig, MoEConfig
-from dspark.drafters.dflash import DFlashDrafter
-from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.eagle3 import EAGLE3_ARCHITECTURES, Eagle3Config, eagle3_config, eagle3_content
 from dspark.drafters.gemma4 import gemma4_content, gemma4_sizes
 from dspark.drafters.mhc import Float32Module
+from dspark.drafters.mtp import MTP_ARCHITECTURE, MTPConfig, mtp_config, mtp_content
 from dspark.errors import Mismatch, MissingInput
 from dspark.numerics import pack_linears
 from dspark.provenance import read_json, write_json
@@ -43,16 +43,17 @@ HEAD_FIELDS = (
 SUPPORTED = {"attention_bias": False, "hidden_act": "silu", "sample_from_anchor": True}
 
 
-def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Location, *, dtype: torch.dtype) -> None:
+def save_drafter(drafter: TrainedDrafter, folder: str | Location, *, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` (each whole or not at all) into `folder`."""
     folder = locate(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = drafter.config
+    config: Any = drafter.config
     tensors = {name.removeprefix(BACKBONE): value.detach() for name, value in drafter.state_dict().items()}
-    mask = tensors.pop("mask_embedding")
-    embedding = tensors["embed_tokens.weight"].clone()
-    embedding[config.mask_token_id] = mask
-    tensors["embed_tokens.weight"] = embedding
+    if isinstance(config, DrafterConfig):
+        mask = tensors.pop("mask_embedding")
+        embedding = tensors["embed_tokens.weight"].clone()
+        embedding[config.mask_token_id] = mask
+        tensors["embed_tokens.weight"] = embedding
     exact = _float32_names(drafter)
     stored = {
         name: value.to("cpu", torch.float32 if name in exact else dtype).contiguous() for name, value in tensors.items()
@@ -67,7 +68,7 @@ def save_drafter(drafter: DSparkDrafter | DFlashDrafter, folder: str | Location,
 
 def load_drafter(
     folder: str | Location, *, dtype: torch.dtype = torch.float32, device: str = "cpu", trainable: bool = False
-) -> DSparkDrafter | DFlashDrafter:
+) -> TrainedDrafter:
     """The drafter stored in `folder`; in eval mode and wholly frozen unless `trainable`.
 
     Raises: MissingInput without a checkpoint; Mismatch when config and tensors do not belong together.
@@ -90,8 +91,12 @@ def load_drafter(
     return drafter
 
 
-def to_deepspec(config: DrafterConfig, *, dtype: str) -> dict[str, Any]:
+def to_deepspec(config: AnyDrafterConfig, *, dtype: str) -> dict[str, Any]:
     """The `config.json` content of a drafter."""
+    if isinstance(config, Eagle3Config):
+        return eagle3_content(config, dtype=dtype)
+    if isinstance(config, MTPConfig):
+        return mtp_content(config, dtype=dtype)
     unset = {name for name in HEAD_FIELDS if getattr(config, name) == DrafterConfig.model_fields[name].default}
     shared = config.model_dump(exclude={"architecture", *EXTENSIONS, "mlp_layer_types"} | unset, mode="json")
     content = shared | {
@@ -135,17 +140,20 @@ def _architecture(config: DrafterConfig) -> str:
     return public if is_public and not is_extended else EXTENDED_ARCHITECTURE
 
 
-def from_deepspec(content: dict[str, Any]) -> DrafterConfig:
+def from_deepspec(content: dict[str, Any]) -> AnyDrafterConfig:
     """The drafter's shape from a `config.json` of ours or of DeepSpec.
 
     Raises: ValueError naming what is missing or not understood.
     """
     architectures = content.get("architectures") or []
-    known_architectures = (EXCHANGE_ARCHITECTURE, GEMMA4_ARCHITECTURE, EXTENDED_ARCHITECTURE)
-    if not set(architectures) & set(known_architectures):
-        raise ValueError(
-            f"drafter architectures {architectures} are not known; known: {', '.join(known_architectures)}"
-        )
+    if set(architectures) & set(EAGLE3_ARCHITECTURES):
+        return eagle3_config(content | {"rope_parameters": rope_parameters(content)})
+    if MTP_ARCHITECTURE in architectures:
+        return mtp_config(content)
+    block_parallel = (EXCHANGE_ARCHITECTURE, GEMMA4_ARCHITECTURE, EXTENDED_ARCHITECTURE)
+    if not set(architectures) & set(block_parallel):
+        names = (*block_parallel, EAGLE3_ARCHITECTURES[0], MTP_ARCHITECTURE)
+        raise ValueError(f"drafter architectures {architectures} are not known; known: {', '.join(names)}")
     for name, supported in SUPPORTED.items():
         if content.get(name, supported) != supported:
             raise ValueError(f"drafter config has {name} {content[name]!r}; only {supported!r} is supported")
@@ -206,7 +214,7 @@ def rope_parameters(content: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in nested.items() if k != "type"} | {"rope_theta": theta, "rope_type": kind}
 
 
-def _float32_names(drafter: DSparkDrafter | DFlashDrafter) -> set[str]:
+def _float32_names(drafter: TrainedDrafter) -> set[str]:
     """Stored names of the tensors that keep float32 in every checkpoint."""
     return {
         f"{prefix}.{name}".removeprefix(BACKBONE)
@@ -216,7 +224,7 @@ def _float32_names(drafter: DSparkDrafter | DFlashDrafter) -> set[str]:
     }
 
 
-def _draft_to_target(offsets: Tensor | None, config: DrafterConfig, folder: Path) -> Tensor:
+def _draft_to_target(offsets: Tensor | None, config: AnyDrafterConfig, folder: Path) -> Tensor:
     if offsets is None or offsets.numel() != config.draft_vocab_size:
         found = "none" if offsets is None else offsets.numel()
         raise Mismatch(
@@ -235,12 +243,12 @@ def _draft_to_target(offsets: Tensor | None, config: DrafterConfig, folder: Path
     return target_ids
 
 
-def _load_tensors(drafter: DSparkDrafter | DFlashDrafter, tensors: dict[str, Tensor], folder: Path) -> None:
+def _load_tensors(drafter: TrainedDrafter, tensors: dict[str, Tensor], folder: Path) -> None:
     heads = ("markov_head.", "confidence_head.")
     named = {name if name.startswith(heads) else BACKBONE + name: value for name, value in tensors.items()}
-    embedding = tensors.get("embed_tokens.weight")
-    if embedding is not None and len(embedding) > drafter.config.mask_token_id:
-        named[f"{BACKBONE}mask_embedding"] = embedding[drafter.config.mask_token_id].clone()
+    config, embedding = drafter.config, tensors.get("embed_tokens.weight")
+    if isinstance(config, DrafterConfig) and embedding is not None and len(embedding) > config.mask_token_id:
+        named[f"{BACKBONE}mask_embedding"] = embedding[config.mask_token_id].clone()
     expected = {name: value.shape for name, value in drafter.state_dict().items()}
     for name in sorted(expected.keys() ^ named.keys()):
         state = "missing from" if name in expected else "unknown in"

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.drafters.checkpoint import EXTENDED_ARCHITECTURE, GEMMA4_ARCHITECTURE, from_deepspec
+from dspark.drafters.checkpoint import (
+    EXCHANGE_ARCHITECTURE,
+    EXTENDED_ARCHITECTURE,
+    GEMMA4_ARCHITECTURE,
+    from_deepspec,
+)
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.export_conversions import (
     CannotExport,
@@ -118,12 +123,13 @@ def to_layout(name: str, stored: StoredDrafter, target: FrozenTarget, *, dtype: 
     if stored.architecture in layout.architectures and not is_gemma4:
         note = f"a {stored.architecture} is written as it is stored; nothing of it was checked against {layout.engine}"
         return Exported(stored.content | {"dtype": _name(dtype)}, _cast(stored.tensors, dtype), [note])
-    if is_gemma4 or stored.architecture == EXTENDED_ARCHITECTURE:
-        require_expressible(name, from_deepspec(stored.content))
-    if not (is_gemma4 or is_exchange_format(stored)):
+    if stored.architecture not in (EXCHANGE_ARCHITECTURE, GEMMA4_ARCHITECTURE, EXTENDED_ARCHITECTURE):
         raise CannotExport(f"{layout.engine} has no class for the architecture {stored.architecture}; {OWN_FORMAT}")
     config = from_deepspec(stored.content)
+    assert isinstance(config, DrafterConfig), "all three have this shape"
     require_expressible(name, config)
+    if not (is_gemma4 or is_exchange_format(stored)):
+        raise CannotExport(f"{layout.engine} has no class for the architecture {stored.architecture}; {OWN_FORMAT}")
     has_to_be_widened = stored.is_reduced and not layout.takes_d2t
     notes = [f"a {stored.architecture} was not checked against {layout.engine}'s loader"] if is_gemma4 else []
     if not config.markov_rank and (layout.needs_markov_head or has_to_be_widened):

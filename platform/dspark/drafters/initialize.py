@@ -21,6 +21,11 @@ from dspark.target_head import TargetHead
 
 INITIAL_STD = 0.02
 DENSE_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+AUTOREGRESSIVE = ("eagle3", "mtp")
+# What of a DrafterShape an autoregressive drafter and an MTP drafter alone have; a value that does nothing is refused.
+SHARED = {"architecture", "block_size", "draft_vocab_size", "warm_start"}
+ONLY_MTP = {"num_modules", "hidden_state", "from_target"}
+MEANT_FOR = {"eagle3": SHARED | {"dropout"}, "mtp": SHARED | ONLY_MTP}
 
 
 class DrafterShape(Config):
@@ -34,9 +39,12 @@ class DrafterShape(Config):
     layers slide and which are mixtures of experts, when not all do. moe, hyper_connections: None to do without.
     markov_head_type: what makes the bias of a slot of the tokens before it; gated also looks at the slot's state, rnn
     at all tokens of the block (vLLM loads vanilla alone).
+    MTP only: num_modules, 1 to serve all draft tokens or one each; hidden_state, what it reads of the target,
+    "after_norm" as in DeepSeek-V3 or "before_norm" as in Qwen3.5; from_target, to start from the modules that the
+    target brings along.
     """
 
-    architecture: Literal["dspark", "dflash"] = "dspark"
+    architecture: Literal["dspark", "dflash", "eagle3", "mtp"] = "dspark"
     num_layers: int = pydantic.Field(default=5, gt=0)
     block_size: int = pydantic.Field(default=7, gt=0)
     draft_vocab_size: int | None = pydantic.Field(default=None, gt=0)
@@ -53,6 +61,20 @@ class DrafterShape(Config):
     confidence_head: bool = True
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     warm_start: bool = False
+    num_modules: int = pydantic.Field(default=1, gt=0)
+    hidden_state: Literal["after_norm", "before_norm"] = "after_norm"
+    from_target: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "DrafterShape":
+        fields = type(self).model_fields
+        meant = MEANT_FOR.get(self.architecture, fields.keys() - ONLY_MTP)
+        meant = meant - {"draft_vocab_size", "warm_start", *ONLY_MTP} | {"from_target"} if self.from_target else meant
+        for name in fields.keys() - meant:
+            if getattr(self, name) != fields[name].default:
+                kind = f"architecture {self.architecture}" + (" from the target" if self.from_target else "")
+                raise ValueError(f"{name} has no meaning for {kind}; leave it out")
+        return self
 
 
 def drafter_config(
@@ -69,11 +91,8 @@ def drafter_config(
     that a draft layer needs.
     """
     target = target.get_text_config(decoder=True)
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
-        if getattr(target, name, None) is None:
-            raise ValueError(
-                f"target of type {target.model_type!r} has no {name}; drafters need a target of Llama's kind"
-            )
+    require_sizes(target)
+    assert shape.architecture in ("dspark", "dflash"), "the others have a config of their own"
     is_dspark = shape.architecture == "dspark"
     head = TargetHead.of(target, valid_vocab_size=valid_vocab_size)
     return DrafterConfig(
@@ -124,6 +143,15 @@ def _attention_sizes(target: PretrainedConfig) -> dict[str, Any]:
         "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
         "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
     }
+
+
+def require_sizes(target: PretrainedConfig, *more: str) -> None:
+    """Raises: ValueError naming a size that a draft layer needs and the target does not have."""
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", *more):
+        if getattr(target, name, None) is None:
+            raise ValueError(
+                f"target of type {target.model_type!r} has no {name}; drafters need a target of Llama's kind"
+            )
 
 
 def resolve_mask_token(mask_token: str | int | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

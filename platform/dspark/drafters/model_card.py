@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.drafters.eagle3 import EAGLE3_ARCHITECTURES
+from dspark.drafters.mtp import MTP_ARCHITECTURE
+
 
 @dataclass(frozen=True)
 class CardFacts:
@@ -96,9 +99,9 @@ def _shape(facts: CardFacts) -> dict[str, Any]:
     content = facts.content
     has_head = bool(content.get("markov_rank"))
     return {
-        "kind": "DSpark" if has_head or content.get("enable_confidence_head") else "DFlash",
+        "kind": _kind(content),
         "layers": content.get("num_hidden_layers"),
-        "block size": content.get("block_size"),
+        "block size": content.get("block_size", content.get("ttt_length")),
         "target layers read": ", ".join(map(str, content.get("target_layer_ids", []))),
         "draft vocabulary": content.get("draft_vocab_size") or content.get("vocab_size"),
         "Markov head": f"{content.get('markov_head_type', 'vanilla')}, rank {content['markov_rank']}"
@@ -107,6 +110,15 @@ def _shape(facts: CardFacts) -> dict[str, Any]:
         "confidence head": "yes" if content.get("enable_confidence_head") else "none",
         "digest of the stored drafter": facts.drafter_sha256,
     }
+
+
+def _kind(content: Mapping[str, Any]) -> str:
+    architectures = set(content.get("architectures") or ())
+    if architectures & {*EAGLE3_ARCHITECTURES}:
+        return "EAGLE-3"
+    if MTP_ARCHITECTURE in architectures:
+        return "MTP"
+    return "DSpark" if content.get("markov_rank") or content.get("enable_confidence_head") else "DFlash"
 
 
 def _accepted_lengths(facts: CardFacts) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dspark.chat import ChatConfig
 from dspark.config import Config
+from dspark.drafters import AnyDrafterConfig
 from dspark.drafters.checkpoint import from_deepspec
-from dspark.drafters.config import DrafterConfig
 from dspark.drafters.stored import CONFIG, EMBEDDING, HEAD, WEIGHTS, StoredDrafter, check_tensors, read_stored
 from dspark.errors import MissingInput, one_line
 from dspark.provenance import file_sha256, require_same, write_json
@@ -82,7 +82,7 @@ def find_drafter(name: str, revision: str | None = None) -> Source:
     return Source(name, Path(fetched), Path(fetched).name)
 
 
-def take_drafter(source: Source, target: TargetConfig, identity: dict[str, Any], folder: Location) -> DrafterConfig:
+def take_drafter(source: Source, target: TargetConfig, identity: dict[str, Any], folder: Location) -> AnyDrafterConfig:
     """Write `config.json` and `model.safetensors` of a drafter that fits the target into `folder`.
 
     Embedding and head that its file leaves to the target are filled in, ids that the tokenizer does not have are
@@ -103,7 +103,7 @@ def take_drafter(source: Source, target: TargetConfig, identity: dict[str, Any],
     return config
 
 
-def require_fit(config: DrafterConfig, identity: dict[str, Any], what: str) -> None:
+def require_fit(config: AnyDrafterConfig, identity: dict[str, Any], what: str) -> None:
     """Raises: Mismatch naming the first size in which drafter and target differ."""
     found = {
         "hidden_size": config.hidden_size,
@@ -122,7 +122,7 @@ def _limit_vocabulary(stored: StoredDrafter, num_tokens: int) -> StoredDrafter:
     return StoredDrafter(stored.content | {"valid_vocab_size": num_tokens}, stored.tensors)
 
 
-def _complete(stored: StoredDrafter, config: DrafterConfig, target: TargetConfig) -> StoredDrafter:
+def _complete(stored: StoredDrafter, config: AnyDrafterConfig, target: TargetConfig) -> StoredDrafter:
     """With the target's own embedding and head where the file has none, as it may for vLLM and SGLang."""
     missing = {EMBEDDING, HEAD} - stored.tensors.keys()
     if not missing or (HEAD in missing and config.has_reduced_vocabulary):

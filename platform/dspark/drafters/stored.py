@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dspark.drafters import build_drafter
 from dspark.drafters.checkpoint import BACKBONE, EXCHANGE_ARCHITECTURE, from_deepspec
+from dspark.drafters.mtp import MTPConfig
 from dspark.errors import Mismatch, MissingInput
 from dspark.provenance import read_json
 
@@ -49,14 +50,18 @@ def read_stored(folder: str | Path) -> StoredDrafter:
 
 
 def check_tensors(stored: StoredDrafter, folder: str | Path) -> None:
-    """Compare names and shapes with what `config.json` asks for, without building the drafter.
+    """Compare names and shapes with what `config.json` asks for, where possible without memory for them.
 
     Raises: Mismatch naming the first tensor that is missing, unknown or of another shape.
     """
     config = from_deepspec(stored.content)
-    plain_rope = {"rope_type": "default", "rope_theta": 1.0}  # has no weights, and computing it needs a real device
-    with torch.device("meta"):
-        state = build_drafter(config.with_changes(rope_parameters=plain_rope)).state_dict()
+    if isinstance(config, MTPConfig):
+        state = build_drafter(config).state_dict()  # its layer is run once to learn what it stores: not without memory
+    else:
+        # The rotary has no weights, and computing a scaled one needs a real device.
+        plain_rope = {"rope_type": "default", "rope_theta": 1.0}
+        with torch.device("meta"):
+            state = build_drafter(config.with_changes(rope_parameters=plain_rope)).state_dict()
     expected = {name.removeprefix(BACKBONE): list(value.shape) for name, value in state.items()}
     expected.pop("mask_embedding", None)  # stored as a row of the embedding
     if config.has_reduced_vocabulary:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dspark.attention.page_pool import PageTable
-from dspark.drafters.base import Drafter
+from dspark.drafters.base import Drafter, ReadsTokens
 from dspark.drafters.ngram import NGramDrafter
 from dspark.speculation.proposal import Proposal
 
@@ -68,6 +68,8 @@ class SequentialDraftRunner:
         return self._drafter.new_state()
 
     def extend(self, memory: Any, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
+        if isinstance(self._drafter, ReadsTokens):
+            self._drafter.extend_ids(memory, committed_ids)
         if hidden is not None and hidden.shape[0]:
             self._drafter.extend_context(memory, hidden)
 

@@ -1,6 +1,10 @@
 """The target's hidden states, captured the same way for the cache, for evaluation and for serving.
 
-Legend: B sequences, T tokens, d hidden size, m captured layers.
+Legend: B sequences, T tokens, d hidden size, m captured layers, N layers of the target.
+
+    id          -1            0 … N-2                 N                        N+1
+    state of    embeddings    a decoder layer         what the final norm      what it gives, which the
+                              gives                   is given                 head reads
 """
 
 from collections.abc import Sequence
@@ -15,16 +19,18 @@ EMBEDDINGS = -1
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
-    """Raises: ValueError unless ids ascend strictly within -1 (embeddings) … num_target_layers - 2.
+    """Raises: ValueError unless ids ascend strictly within -1 (embeddings) … N - 2, or are N or N + 1.
 
-    The last layer is refused: libraries disagree on whether its state is taken before or after the final norm.
+    The last layer is refused: libraries disagree on whether its state is taken before or after the final norm. The
+    two states there have ids of their own.
     """
     ids = list(layer_ids)
     if not ids or any(a >= b for a, b in pairwise(ids)):
         raise ValueError(f"target_layer_ids must be strictly increasing and not empty, got {ids}")
-    if ids[-1] >= num_target_layers - 1:
+    wrong = [i for i in ids if i >= num_target_layers - 1 and i not in (num_target_layers, num_target_layers + 1)]
+    if wrong:
         raise ValueError(
-            f"target_layer_ids {ids}: layer {ids[-1]} is not below the last layer of a target with "
+            f"target_layer_ids {ids}: layer {wrong[0]} is not below the last layer of a target with "
             f"{num_target_layers} layers; use ids up to {num_target_layers - 2}"
         )
     if ids[0] < EMBEDDINGS:
@@ -32,23 +38,27 @@ def check_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
 
 
 class HiddenStateCapture:
-    """Collects decoder layer outputs (before the final norm) of every forward pass inside a `with` block.
+    """Collects states of every forward pass inside a `with` block.
 
-    layer_ids: 0-based decoder layers, -1 = embeddings. After a forward, `hidden()` is [B, T, m*d] in that order.
+    layer_ids: as in the table above. After a forward, `hidden()` is [B, T, m*d] in that order.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         decoder = decoder_of(model)
         check_layer_ids(layer_ids, len(decoder.layers))
         self.layer_ids = tuple(layer_ids)
-        self._modules = [decoder.embed_tokens if i == EMBEDDINGS else decoder.layers[i] for i in self.layer_ids]
+        num_layers = len(decoder.layers)
+        at_norm = {num_layers: decoder.norm, num_layers + 1: decoder.norm, EMBEDDINGS: decoder.embed_tokens}
+        self._modules = [at_norm[i] if i in at_norm else decoder.layers[i] for i in self.layer_ids]
+        self._is_input = [i == num_layers for i in self.layer_ids]
         self._device = decoder.embed_tokens.weight.device
         self._states: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "HiddenStateCapture":
         self._hooks = [
-            module.register_forward_hook(self._keep(position)) for position, module in enumerate(self._modules)
+            module.register_forward_hook(self._keep(position, is_input=is_input))
+            for position, (module, is_input) in enumerate(zip(self._modules, self._is_input, strict=True))
         ]
         return self
 
@@ -69,9 +79,10 @@ class HiddenStateCapture:
         states = [self._states[i].to(self._device) for i in range(len(self._modules))]
         return torch.cat(states, dim=-1)
 
-    def _keep(self, position: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._states[position] = output[0] if isinstance(output, tuple) else output
+    def _keep(self, position: int, *, is_input: bool) -> Any:
+        def hook(_module: nn.Module, inputs: Any, output: Any) -> None:
+            taken = inputs if is_input else output
+            self._states[position] = taken[0] if isinstance(taken, tuple) else taken
 
         return hook
 

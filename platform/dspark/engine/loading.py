@@ -9,12 +9,16 @@ import torch
 import transformers
 
 from dspark.config import build_config
+from dspark.drafters import TrainedDrafter
+from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.checkpoint import load_drafter
+from dspark.drafters.mtp_weights import target_mtp_drafter
 from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.draft_runner import DraftRunner, NGramDraftRunner
 from dspark.engine.engine import Engine
 from dspark.engine.hidden_states import check_layer_ids
+from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
 from dspark.engine.target_runner import TargetRunner
 from dspark.errors import MissingInput
@@ -34,6 +38,8 @@ from dspark.targets import (
 from dspark.transfer import local_folder
 
 NGRAM = "ngram"
+TARGET_MTP = "mtp"
+WITHOUT_FOLDER = (None, NGRAM, TARGET_MTP)
 PROVENANCE = "provenance.json"
 DRAFTER_FILES = ("config.json", "model.safetensors", PROVENANCE)
 CALIBRATION, COST_CURVE = "calibration.json", "cost_curve.json"
@@ -63,7 +69,8 @@ def load_engine(
     length_without_curve: int = LENGTH_WITHOUT_CURVE,
     is_missing_drafter_ok: bool = False,
 ) -> LoadedEngine:
-    """drafter: a folder made by jobs/train.py, "ngram" for prompt lookup, or None for plain decoding.
+    """drafter: a folder made by jobs/train.py, "ngram" for prompt lookup, "mtp" for the MTP modules that the target
+    brings along, or None for plain decoding.
 
     Its calibration.json and cost_curve.json are used where they are there, unless config.verify_length leaves them
     nothing to decide; what is missing is said in the notes. A curve is that of this hardware and this number of
@@ -73,19 +80,19 @@ def load_engine(
     """
     torch.set_num_threads(num_threads)
     notes: list[str] = []
-    if drafter not in (None, NGRAM) and is_missing_drafter_ok and not is_drafter_folder(str(drafter)):
+    if drafter not in WITHOUT_FOLDER and is_missing_drafter_ok and not is_drafter_folder(str(drafter)):
         notes.append(
             f"no trained drafter at {drafter}: n-gram speculation instead; train one with python jobs/train.py"
         )
         drafter = NGRAM
-    if drafter not in (None, NGRAM):
+    if drafter not in WITHOUT_FOLDER:
         drafter = str(local_folder(str(drafter), (*DRAFTER_FILES, CALIBRATION, COST_CURVE)))
     tokenizer = load_tokenizer(target)
-    provenance = None if drafter in (None, NGRAM) else check_drafter(str(drafter), target)
+    provenance = None if drafter in WITHOUT_FOLDER else check_drafter(str(drafter), target)
     model: Any = load_target(target)
     stop_ids = frozenset(stop_token_ids(model.generation_config, tokenizer))
     model.generation_config = transformers.GenerationConfig()  # what the target recommends is the caller's business
-    drafts = _draft_runner(drafter, model, config)
+    drafts = _draft_runner(drafter, model, config, vocabulary_size(tokenizer))
     if drafts is not None and drafts.target_layer_ids:
         check_layer_ids(drafts.target_layer_ids, load_target_config(target).num_hidden_layers)
     curve, calibration = None, None
@@ -159,14 +166,25 @@ def drafter_sha256(folder: str | Path) -> str:
     return fingerprint([file_sha256(locate(folder) / name) for name in DRAFTER_FILES[:2]])
 
 
-def _draft_runner(drafter: str | None, model: Any, config: EngineConfig) -> DraftRunner | None:
+def _draft_runner(drafter: str | None, model: Any, config: EngineConfig, vocabulary: int) -> DraftRunner | None:
     if drafter is None:
         return None
     if drafter == NGRAM:
         return NGramDraftRunner(NGramDrafter())
     # The drafter computes in the target's type: its inputs are the target's own states.
-    loaded = load_drafter(drafter, dtype=model.dtype, device=str(model.device))
-    return PagedDraftRunner(loaded, num_pages=config.num_pages, page_size=config.page_size)
+    loaded: TrainedDrafter
+    if drafter == TARGET_MTP:
+        loaded = target_mtp_drafter(model, valid_vocab_size=vocabulary).to(model.device, model.dtype)
+    else:
+        loaded = load_drafter(drafter, dtype=model.dtype, device=str(model.device))
+    return paged_runner(loaded, num_pages=config.num_pages, page_size=config.page_size)
+
+
+def paged_runner(drafter: TrainedDrafter, *, num_pages: int, page_size: int) -> DraftRunner:
+    """The runner of a drafter's kind, its context in pages."""
+    if isinstance(drafter, AutoregressiveDrafter):
+        return PagedAutoregressiveRunner(drafter, num_pages=num_pages, page_size=page_size)
+    return PagedDraftRunner(drafter, num_pages=num_pages, page_size=page_size)
 
 
 def _curve(folder: Path, model: Any, num_threads: int, target: str, notes: list[str]) -> CostCurve | None:

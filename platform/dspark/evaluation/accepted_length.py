@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dspark.drafters.base import Drafter
+from dspark.drafters.base import Drafter, ReadsTokens
 from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.engine.request import FinishReason, commit
 from dspark.engine.sampling import SamplingParams, filtered_probs
@@ -82,7 +82,7 @@ def speculate(
     with _Target(target_model, () if drafter is None else drafter.target_layer_ids, vocabulary_size) as target:
         logits = target.read(prompt_ids, num_logits=1)
         first = _judge(logits, drafting.nothing, sampling, generator)
-        drafting.extend(target.hidden())
+        drafting.extend([*prompt_ids, first.next_id], target.hidden())
         clock.lap("prefill")
         ended = commit([first.next_id], num_generated=0, stop_ids=stop_ids, max_tokens=max_new_tokens)
         output += ended.kept
@@ -95,9 +95,9 @@ def speculate(
             verdict = _judge(logits, proposal, sampling, generator)
             target.forget(proposal.num_tokens - verdict.num_accepted)
             clock.lap("verify")
-            drafting.extend(target.hidden()[: verdict.accepted_length])  # anchor and accepted tokens are context now
-            clock.lap("draft")
             offered = [*proposal.token_ids[: verdict.num_accepted].tolist(), verdict.next_id]
+            drafting.extend(offered, target.hidden()[: verdict.accepted_length])  # anchor and accepted are context now
+            clock.lap("draft")
             ended = commit(offered, num_generated=len(output), stop_ids=stop_ids, max_tokens=max_new_tokens)
             output += ended.kept
             rounds.append(_round(proposal, verdict, len(ended.kept)))
@@ -186,8 +186,10 @@ class _Drafting:
             self._state, anchor_id, max_tokens=num_tokens, temperature=self._temperature, generator=self._generator
         )
 
-    def extend(self, hidden: Tensor) -> None:
+    def extend(self, committed_ids: Sequence[int], hidden: Tensor) -> None:
         if self._drafter is not None and self._state is not None:
+            if isinstance(self._drafter, ReadsTokens):
+                self._drafter.extend_ids(self._state, committed_ids)
             self._drafter.extend_context(self._state, hidden)
 
 

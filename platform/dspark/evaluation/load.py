@@ -19,7 +19,7 @@ from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSource
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
-from dspark.engine.loading import NGRAM, drafter_target, load_engine, plain_twin
+from dspark.engine.loading import WITHOUT_FOLDER, drafter_target, load_engine, plain_twin
 from dspark.engine.request import GenerationRequest
 from dspark.evaluation.config import EvaluationMode
 from dspark.speculation.statistics import AcceptanceCounts
@@ -35,7 +35,7 @@ class BenchmarkConfig(Config):
     """The benchmark stage: tokens per second with and without speculation, by the number of concurrent requests."""
 
     drafter: str | None = None
-    """Folder made by jobs/train.py, or "ngram", for an engine in this process."""
+    """Folder made by jobs/train.py, "ngram" or "mtp" (the target's own modules), for an engine in this process."""
     base_url: str | None = None
     """Measure a running server of ours instead, such as http://127.0.0.1:8000; drafter, target, engine are its own."""
     output: str
@@ -74,8 +74,8 @@ class BenchmarkConfig(Config):
         changed = [name for name in SERVER_DECIDES if getattr(self, name) != type(self).model_fields[name].default]
         if self.base_url is not None and changed:
             raise ValueError(f"the server at base_url has its own {', '.join(changed)}; leave them out")
-        if self.drafter == NGRAM and self.target is None:
-            raise ValueError("n-gram speculation needs a target")
+        if self.drafter in WITHOUT_FOLDER and self.base_url is None and self.target is None:
+            raise ValueError(f"drafter {self.drafter!r} has no folder that names its target: it needs a target")
         names = [mode.name for mode in self.modes]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"modes need one name each, got {names}")

@@ -21,8 +21,7 @@ from pydantic import Field
 from dspark.config import Config
 from dspark.drafters.base import Drafter
 from dspark.drafters.checkpoint import load_drafter
-from dspark.engine.loading import NGRAM, check_drafter, drafter_sha256, drafter_target
-from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.loading import WITHOUT_FOLDER, check_drafter, drafter_sha256, drafter_target, paged_runner
 from dspark.engine.target_runner import TargetRunner
 from dspark.evaluation.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.provenance import read_json
@@ -41,7 +40,7 @@ class ProfileConfig(Config):
     """The profile stage: how long this machine takes for a step, by what is in it."""
 
     drafter: str | None = None
-    """Folder made by jobs/train.py, which gets the curve; None or "ngram" measures the target alone."""
+    """Folder made by jobs/train.py, which gets the curve; None, "ngram" or "mtp" measures the target alone."""
     output: str
     """Gets `profile.json`, and the curve where there is no drafter's folder for it."""
     target: TargetConfig | None = None
@@ -78,7 +77,7 @@ class ProfileConfig(Config):
     @property
     def has_drafter(self) -> bool:
         """Whether there is a neural drafter to measure."""
-        return self.drafter not in (None, NGRAM)
+        return self.drafter not in WITHOUT_FOLDER
 
     @property
     def shapes(self) -> list[BatchShape]:
@@ -172,7 +171,7 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
         layer_ids=() if drafter is None else drafter.target_layer_ids,
         **memory,
     )
-    drafts = None if drafter is None else PagedDraftRunner(drafter, **memory)
+    drafts = None if drafter is None else paged_runner(drafter, **memory)
     return StepTimer(target, drafts, tables, context_tokens=config.context_tokens, seed=config.seed)
 
 

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PagePool, PageTable
-from dspark.engine.draft_runner import DraftRequest
-from dspark.engine.paged_draft_runner import DraftMemory, PagedDraftRunner
+from dspark.engine.draft_runner import DraftRequest, DraftRunner
 from dspark.engine.target_runner import TargetRunner
 
 NEW_TOKENS = 2  # features that a round of usual length leaves for the drafter to store
@@ -54,7 +54,7 @@ class StepTimer:
     def __init__(
         self,
         target: TargetRunner,
-        drafts: PagedDraftRunner | None,
+        drafts: DraftRunner | None,
         tables: Sequence[PageTable],
         *,
         context_tokens: int,
@@ -122,7 +122,7 @@ class StepTimer:
             table.num_tokens = num_tokens
 
     @torch.inference_mode()
-    def _draft_memories(self, num_tokens: int) -> list[DraftMemory]:
+    def _draft_memories(self, num_tokens: int) -> list[Any]:
         """The drafter's side of the context."""
         if self._drafts is None:
             return []

@@ -9,7 +9,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from dspark.config import build_config
-from dspark.engine.loading import NGRAM
+from dspark.engine.loading import WITHOUT_FOLDER
 from dspark.serving.config import ServeConfig
 from dspark.serving.engine_client import ReplicaClient
 from dspark.serving.ingress import build_app
@@ -42,7 +42,8 @@ def build(args: dict[str, Any]) -> Application:
 
 def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Replicas may run in another folder than the one `serve` was started in."""
-    paths = {"api_keys_file": config.api_keys_file, "drafter": None if config.drafter == NGRAM else config.drafter}
+    folder = None if config.drafter in WITHOUT_FOLDER else config.drafter
+    paths = {"api_keys_file": config.api_keys_file, "drafter": folder}
     resolved = {name: absolute(path) for name, path in paths.items() if path is not None}
     return config.with_changes(**resolved)
 

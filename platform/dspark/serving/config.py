@@ -47,7 +47,8 @@ class ServeConfig(Config):
 
     target: TargetConfig
     drafter: str | None = None
-    """Folder of a trained drafter, where n-gram speculation takes the place of a missing one; or "ngram"; or None."""
+    """Folder of a trained drafter, where n-gram speculation takes the place of a missing one; or "ngram"; or "mtp" for
+    the modules that the target brings along; or None."""
     chat: ChatConfig | None = None
     """How messages become a prompt; None takes what the drafter was trained with, else the template's defaults."""
     served_model_name: str | None = None

@@ -18,7 +18,7 @@ class LossPhase(LossWeights):
 
     @property
     def weights(self) -> LossWeights:
-        return LossWeights(ce=self.ce, tv=self.tv, confidence=self.confidence)
+        return LossWeights(**self.model_dump(exclude={"until"}))
 
 
 class TrainConfig(Config):

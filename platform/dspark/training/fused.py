@@ -3,7 +3,7 @@
 Legend: N supervised slots, P positions of the target they are taught by, V' draft vocabulary, d hidden size, r Markov
 rank; z draft logits, q = softmax(z), p the target's probabilities on V', y label; of a chunk or a tile of one: n slots,
 u positions.
-    dCE/dz = q - 1_y        dTV/dz_v = q_v (s_v - sum_u q_u s_u),  s = sign(q - p)
+    dCE/dz = q - 1_y  (soft labels: q sum p - p)        dTV/dz_v = q_v (s_v - sum_u q_u s_u),  s = sign(q - p)
 A head that scales or soft-caps its products changes both z and p, and the slope in h alone: the Markov bias is added
 to z after it. The slow twin is `losses.slot_losses` under autograd. Nothing of size [N, V'] or [P, V'] outlives a
 chunk. The confidence term needs only the TV of each slot, N numbers, and is left to autograd.
@@ -32,6 +32,7 @@ class HeadTargets:
     last_hidden: [P, d] bf16 or as the head; log_z: [P]; rows: [N], each slot's row of these two, best in nearly
     ascending order (a chunk works out all rows between its lowest and its highest); labels: [N] draft ids or OUTSIDE;
     ce_scale, tv_scale: [N] float32, the factor of the slot's term in the loss (term factor * weight / sum of weights).
+    soft_labels: CE against p instead of y.
     """
 
     last_hidden: Tensor
@@ -40,6 +41,7 @@ class HeadTargets:
     labels: Tensor
     ce_scale: Tensor
     tv_scale: Tensor
+    soft_labels: bool = False
 
 
 def head_loss(
@@ -143,6 +145,8 @@ def slot_terms(
     labels: Tensor,
     ce_scale: Tensor,
     tv_scale: Tensor,
+    *,
+    soft_labels: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(ce, tv) of n slots, and the loss's slope in their logits, which it is written over: [n, V'].
 
@@ -151,17 +155,26 @@ def slot_terms(
     inside = labels != OUTSIDE
     places = labels.clamp_min(0).unsqueeze(1)
     highest, label_logit = logits.amax(dim=1), logits.gather(1, places).squeeze(1)
-    draft = torch.softmax(logits, dim=1)
+    draft, chosen = torch.softmax(logits, dim=1), target.index_select(0, rows)
     # log sum exp z = z_v - log q_v for any v; for the most probable one the logarithm is never infinite
-    ce = (highest - draft.amax(dim=1).log() - label_logit) * inside
-    difference = torch.sub(draft, target.index_select(0, rows))
+    log_sum = highest - draft.amax(dim=1).log()
+    if soft_labels:
+        ce = (chosen * (log_sum.unsqueeze(1) - logits)).sum(dim=1) * inside
+    else:
+        ce = (log_sum - label_logit) * inside
+    difference = torch.sub(draft, chosen)
     signs = torch.sign(difference, out=logits)
     tv = difference.abs_().sum(dim=1).add_(outside_mass[rows])
 
     # slope = ce_scale (q - 1_y) + tv_scale q (s - q.s), with one factor of q taken out of both
+    # Soft labels: sum p takes the place of 1 before q, and p that of 1_y.
     ce_scale, tv_scale = (ce_scale * inside).unsqueeze(1), tv_scale.unsqueeze(1)
     mean_sign = torch.mul(draft, signs, out=difference).sum(dim=1, keepdim=True)
-    signs.mul_(tv_scale).add_(ce_scale - tv_scale * mean_sign).mul_(draft).scatter_add_(1, places, -ce_scale)
+    if soft_labels:
+        ce_mass = ce_scale * chosen.sum(dim=1, keepdim=True)
+        signs.mul_(tv_scale).add_(ce_mass - tv_scale * mean_sign).mul_(draft).sub_(chosen.mul_(ce_scale))
+    else:
+        signs.mul_(tv_scale).add_(ce_scale - tv_scale * mean_sign).mul_(draft).scatter_add_(1, places, -ce_scale)
     return ce, tv
 
 
@@ -184,7 +197,7 @@ def _losses_of_chunk(
     for tile_logits, tile_slope, *tile_columns in zip(
         *(tensor.split(tile) for tensor in (logits, slope, *columns)), strict=True
     ):
-        tile_ce, tile_tv = terms(tile_logits, target, outside_mass, *tile_columns)
+        tile_ce, tile_tv = terms(tile_logits, target, outside_mass, *tile_columns, soft_labels=targets.soft_labels)
         ce.append(tile_ce)
         tv.append(tile_tv)
         if slope is not logits:

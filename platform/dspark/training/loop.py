@@ -42,10 +42,10 @@ class TrainLoop:
         self.device = local_device()
         torch.set_num_threads(config.threads_per_worker)
         use_fast_float32_products()
-        self.cache = rank_samples(config, run.get("samples"), rank=self.rank)
+        self.drafter = load_drafter(run["initial"], device=str(self.device), trainable=True)
+        self.cache = rank_samples(config, run.get("samples"), rank=self.rank, layer_ids=self.drafter.target_layer_ids)
         self.train_indices = self.cache.indices("train")
         self.validation_indices = self.cache.indices("heldout")[: config.validation_samples]
-        self.drafter = load_drafter(run["initial"], device=str(self.device), trainable=True)
         shape = self.drafter.config
         self.target_to_draft = torch.full((shape.vocab_size,), -1, dtype=torch.long)
         self.target_to_draft[self.drafter.backbone.d2t.cpu()] = torch.arange(shape.draft_vocab_size)

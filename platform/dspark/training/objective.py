@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.dflash import DFlashDrafter
-from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters import TrainedDrafter
 from dspark.training.batches import MicroBatch
 from dspark.training.fused import HeadTargets, head_loss
 from dspark.training.losses import LossWeights, SlotLosses, acceptance_of, confidence_loss
-
-TrainableDrafter = DSparkDrafter | DFlashDrafter
 
 SUMS = ("weight", "ce_weight", "ce", "tv", "confidence", "blocks", "slots", "expected", "outside", "tokens")
 
@@ -68,7 +65,7 @@ def weight_sums(micro: MicroBatch | None) -> Tensor:
 
 
 def micro_batch_loss(
-    model: nn.Module, drafter: TrainableDrafter, micro: MicroBatch, totals: Tensor, factors: LossWeights
+    model: nn.Module, drafter: TrainedDrafter, micro: MicroBatch, totals: Tensor, factors: LossWeights
 ) -> tuple[Tensor, SlotLosses]:
     """This micro-batch's share of sum_terms a * sum(w l) / sum(w), and the terms of every slot.
 
@@ -84,6 +81,7 @@ def micro_batch_loss(
         labels=micro.labels,
         ce_scale=micro.ce_weights * (factors.ce / ce_weight),
         tv_scale=micro.weights * (factors.tv / weight),
+        soft_labels=factors.soft_labels,
     )
     backbone = drafter.backbone
     loss, ce, tv = head_loss(

@@ -52,6 +52,7 @@ def _pack_one(sequence: AnchoredSequence, first_row: int, block_size: int, slidi
         previous_ids=sequence.input_ids[slots.clamp_max(sequence.input_ids.numel() - 1)],
         target_hidden=sequence.hidden[: len(positions)] if sliding_window is None else sequence.hidden[positions],
         context_positions=positions,
+        context_ids=sequence.input_ids[positions],
         context_starts=first_row + torch.searchsorted(positions, lowest),
         context_stops=first_row + torch.searchsorted(positions, anchors),
     )

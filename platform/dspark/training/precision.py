@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor, nn
 
+from dspark.drafters import TrainedDrafter
 from dspark.drafters.base import BlockBatch, PackedBatch, SlotRows
-from dspark.drafters.dflash import DFlashDrafter
-from dspark.drafters.dspark import DSparkDrafter
 
 
 class Autocast(nn.Module):
     """A drafter whose backbone runs in bf16 while its weights stay float32; gives what its heads are given."""
 
-    def __init__(self, drafter: DSparkDrafter | DFlashDrafter, *, enabled: bool) -> None:
+    def __init__(self, drafter: TrainedDrafter, *, enabled: bool) -> None:
         super().__init__()
         self.drafter = drafter
         self.enabled = enabled

@@ -1,7 +1,7 @@
 """Where a run's samples come from, seen from the driver and from a rank. No other module asks for the mode."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dspark.data.capture import usable_answers
@@ -10,6 +10,7 @@ from dspark.data.online import OnlineSamples, OwnTarget, SampleTable
 from dspark.data.sample_source import SampleSource
 from dspark.data.target_cache import TargetCache, bytes_of
 from dspark.errors import DsparkError
+from dspark.provenance import require_same
 from dspark.training.config import TrainConfig
 
 
@@ -57,16 +58,34 @@ def shared_samples(config: TrainConfig, source: SampleSource) -> Iterator[dict[s
         }
 
 
-def rank_samples(config: TrainConfig, shared: dict[str, Any] | None, *, rank: int) -> SampleSource:
-    """A rank's view of the same samples, in the same order."""
+def with_layers(source: SampleSource, layer_ids: Sequence[int]) -> SampleSource:
+    """The same samples with the states of these layers alone, which is what a drafter reads.
+
+    Raises: Mismatch naming a layer that was not captured, or that would be captured online for nothing.
+    """
+    if isinstance(source, TargetCache):
+        return TargetCache(source.folder, layer_ids=layer_ids)
+    require_same(
+        f"layers that the drafter reads and the states of the {source.description}",
+        {"target_layer_ids": list(layer_ids)},
+        {"target_layer_ids": list(source.request["target_layer_ids"])},
+        remedy="set data.target_layer_ids and data.final_states to what the drafter reads, and no more",
+    )
+    return source
+
+
+def rank_samples(
+    config: TrainConfig, shared: dict[str, Any] | None, *, rank: int, layer_ids: Sequence[int] | None = None
+) -> SampleSource:
+    """A rank's view of the same samples, in the same order. layer_ids: as in `with_layers`; None gives all."""
     if shared is None:
         assert config.cache is not None
-        return TargetCache(config.cache)
+        return TargetCache(config.cache, layer_ids=layer_ids)
     import ray
 
     from dspark.data.target_pool import RayTargets
 
-    return OnlineSamples(
+    source = OnlineSamples(
         ray.get(shared["table"]),
         RayTargets(shared["targets"], rank=rank, by_id=config.data.keep_bytes > 0),
         folder=str(config.data.answers),
@@ -74,6 +93,7 @@ def rank_samples(config: TrainConfig, shared: dict[str, Any] | None, *, rank: in
         target_config=shared["target_config"],
         steps_ahead=config.data.steps_ahead,
     )
+    return source if layer_ids is None else with_layers(source, layer_ids)
 
 
 def plan_of(config: TrainConfig, source: SampleSource) -> dict[str, Any]:

@@ -13,17 +13,21 @@ from torch import Tensor
 
 from dspark.config import build_config
 from dspark.data.sample_source import SampleSource
+from dspark.drafters import TrainedDrafter
+from dspark.drafters.base import final_state_id
 from dspark.drafters.checkpoint import load_drafter, save_drafter
-from dspark.drafters.initialize import drafter_config, new_drafter
+from dspark.drafters.initialize import AUTOREGRESSIVE, DrafterShape, drafter_config, new_drafter
+from dspark.drafters.initialize_autoregressive import autoregressive_config, new_autoregressive_drafter
 from dspark.drafters.moe import num_idle_parameters
+from dspark.drafters.mtp_weights import target_mtp_drafter
 from dspark.drafters.released import find_drafter, take_drafter
-from dspark.errors import DsparkError
+from dspark.errors import DsparkError, MissingInput
 from dspark.provenance import git_revision, read_json, require_same, write_json
 from dspark.storage import Location, locate, remove_tree
 from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
 from dspark.training.config import TrainConfig
 from dspark.training.loop import FINAL, train_worker
-from dspark.training.samples import shared_samples
+from dspark.training.samples import shared_samples, with_layers
 from dspark.transfer import staged
 
 log = logging.getLogger("dspark.train")
@@ -49,6 +53,7 @@ KEPT_SHAPE = {
     "markov_head_type": "markov_head_type",
     "confidence_head": "enable_confidence_head",
     "dropout": "dropout",
+    "num_modules": "num_modules",
 }
 # What may change between a run and its continuation without changing the result.
 FREE_TO_CHANGE = {"tracking", "log_every", "max_worker_failures", "threads_per_worker", "keep_checkpoints"}
@@ -172,27 +177,63 @@ def _write_initial(config: TrainConfig, cache: SampleSource, folder: Location) -
         cache.request["target"],
         remedy="make the cache again with jobs/cache.py --fresh",
     )
-    target, tokenizer = load_target(target_config), load_tokenizer(target_config)
-    shape = drafter_config(
-        config.drafter,
-        target.config,
-        tokenizer,
-        target_layer_ids=tuple(cache.request["target_layer_ids"]),
-        valid_vocab_size=vocabulary_size(tokenizer),
-    )
     train = cache.indices("train")
     if not train:
         raise DsparkError(f"{cache.description} has no samples of split 'train'; check the prompts' splits")
-    cache.expect([train[:4]])
-    drafter = new_drafter(
+    save_drafter(_new_drafter(config, cache, target_config), folder, dtype=torch.float32)
+
+
+def _new_drafter(config: TrainConfig, cache: SampleSource, target_config: TargetConfig) -> TrainedDrafter:
+    """An untrained drafter of the shape that was asked for, for the layers of the target that it reads."""
+    target, tokenizer = load_target(target_config), load_tokenizer(target_config)
+    train = cache.indices("train")
+    if config.drafter.from_target:
+        drafter = target_mtp_drafter(
+            target, valid_vocab_size=vocabulary_size(tokenizer), block_size=config.drafter.block_size
+        )
+        require_final_states(cache, drafter.target_layer_ids, target.config.num_hidden_layers)
+        with_layers(cache, drafter.target_layer_ids)
+        return drafter
+    layer_ids = training_layer_ids(config.drafter, cache, target.config.num_hidden_layers)
+    options: dict[str, Any] = {"target_layer_ids": layer_ids, "valid_vocab_size": vocabulary_size(tokenizer)}
+    shape: Any
+    if config.drafter.architecture in AUTOREGRESSIVE:
+        shape = autoregressive_config(config.drafter, target.config, position_decay=config.position_decay, **options)
+    else:
+        shape = drafter_config(config.drafter, target.config, tokenizer, **options)
+    captured = with_layers(cache, layer_ids)
+    captured.expect([train[:4]])
+    build = new_autoregressive_drafter if config.drafter.architecture in AUTOREGRESSIVE else new_drafter
+    return build(
         shape,
         target,
         draft_to_target=most_frequent_tokens(cache, train, shape.draft_vocab_size, shape.valid_vocab_size),
-        sample_features=torch.cat([cache.load(index).hidden for index in train[:4]]).float(),
+        sample_features=torch.cat([captured.load(index).hidden for index in train[:4]]).float(),
         warm_start=config.drafter.warm_start,
         seed=config.seed,
     )
-    save_drafter(drafter, folder, dtype=torch.float32)
+
+
+def training_layer_ids(shape: DrafterShape, cache: SampleSource, num_layers: int) -> tuple[int, ...]:
+    """What a drafter reads of the captured states: MTP one at the final norm, the others all layers."""
+    if shape.architecture == "mtp":
+        wanted = (final_state_id(shape.hidden_state, num_layers),)
+    else:
+        wanted = tuple(i for i in cache.request["target_layer_ids"] if i < num_layers)
+    require_final_states(cache, wanted, num_layers)
+    return wanted
+
+
+def require_final_states(cache: SampleSource, layer_ids: tuple[int, ...], num_layers: int) -> None:
+    """Raises: MissingInput when the state at the final norm that MTP reads is not captured."""
+    for name in ("before_norm", "after_norm"):
+        state_id = final_state_id(name, num_layers)
+        if state_id in layer_ids and state_id not in cache.request["target_layer_ids"]:
+            raise MissingInput(
+                f"{cache.description} comes without the target's state {name.replace('_', ' the final ')} at every "
+                f"token, which MTP reads; set final_states=[{name}] in jobs/cache.py's config and capture again, or "
+                "online in data"
+            )
 
 
 def _go_on_from(config: TrainConfig, cache: SampleSource, folder: Location) -> None:
@@ -200,16 +241,18 @@ def _go_on_from(config: TrainConfig, cache: SampleSource, folder: Location) -> N
     source = find_drafter(str(config.initialize_from), config.initialize_revision)
     target_config = build_config(TargetConfig, cache.target_config)
     shape = take_drafter(source, target_config, cache.request["target"], folder)
-    require_same(
-        f"drafter {source.name} and {cache.description}",
-        {"target_layer_ids": list(cache.request["target_layer_ids"])},
-        {"target_layer_ids": list(shape.target_layer_ids)},
-        remedy="make the cache again, or capture online, with the drafter's target_layer_ids",
-    )
+    captured = list(cache.request["target_layer_ids"])
+    if config.cache is None or not set(shape.target_layer_ids) <= set(captured):
+        require_same(
+            f"drafter {source.name} and {cache.description}",
+            {"target_layer_ids": captured},
+            {"target_layer_ids": list(shape.target_layer_ids)},
+            remedy="make the cache again, or capture online, with the drafter's target_layer_ids",
+        )
     given = config.drafter.model_dump(include=config.drafter.model_fields_set & KEPT_SHAPE.keys())
     given = {name: value for name, value in given.items() if value != ()}  # no layer is named
     kept = shape.model_dump()
-    found = {name: kept[KEPT_SHAPE[name]] for name in given}
+    found = {name: kept.get(KEPT_SHAPE[name]) for name in given}
     if given.get("draft_vocab_size", 0) is None:
         given["draft_vocab_size"] = shape.valid_vocab_size
     require_same(

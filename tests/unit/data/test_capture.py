@@ -80,6 +80,25 @@ def test_the_last_layer_is_refused():
         resolve_layer_ids(CacheConfig(answers="", output="", target_layer_ids=(1, 3)), 4)
 
 
+@pytest.mark.parametrize(
+    ("layer_ids", "final_states", "expected"),
+    [
+        ((0, 2), ("after_norm",), (0, 2, 5)),
+        ((), ("after_norm", "before_norm"), (4, 5)),
+        ((-1,), (), (-1,)),
+    ],
+)
+def test_states_at_the_final_norm_come_behind_the_layers(layer_ids, final_states, expected):
+    config = CacheConfig(answers="", output="", target_layer_ids=layer_ids, final_states=final_states)
+    assert resolve_layer_ids(config, 4) == expected
+
+
+@pytest.mark.parametrize(("layer_ids", "message"), [((4,), "set final_states"), ((), "not empty")])
+def test_states_at_the_final_norm_have_a_key_of_their_own(layer_ids, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_layer_ids(CacheConfig(answers="", output="", target_layer_ids=layer_ids), 4)
+
+
 def test_rows_in_are_rows_kept_and_rows_rejected_by_reason():
     rows = [answer("a"), answer("b", status="error"), answer("c", status="empty"), answer("d", 20), answer("e")]
     found = plan(rows)

@@ -63,6 +63,18 @@ def test_samples_come_back_bit_for_bit_and_in_order(folder: Path):
             assert torch.equal(getattr(found, name), getattr(one, name)), name
 
 
+@pytest.mark.parametrize("layer_ids", [(0,), (2,), (2, 0), (0, 2)])
+def test_chosen_layers_are_read_in_their_order(folder: Path, layer_ids: tuple[int, ...]):
+    found = TargetCache(folder, layer_ids=layer_ids).load(3).hidden
+    columns = {0: slice(0, 3), 2: slice(3, 6)}
+    assert torch.equal(found, torch.cat([SHARDS[1][1].hidden[:, columns[i]] for i in layer_ids], dim=1))
+
+
+def test_a_layer_that_was_not_captured_is_refused(folder: Path):
+    with pytest.raises(Mismatch, match=r"no states of layer 1, only of \[0, 2\]; capture them with jobs/cache\.py"):
+        TargetCache(folder, layer_ids=(0, 1))
+
+
 def test_a_split_is_its_own_samples(folder: Path):
     cache = TargetCache(folder)
     assert cache.indices("train") == [0, 2, 3]

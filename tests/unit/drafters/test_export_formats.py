@@ -17,6 +17,7 @@ from dspark.drafters.export_formats import EXPRESSED, LAYOUTS, Exported, require
 from dspark.drafters.stored import StoredDrafter, check_tensors, read_stored
 from dspark.errors import Mismatch, MissingInput
 from engine_loaders import LOADERS, vllm_reads_speculators
+from random_autoregressive import random_autoregressive_drafter
 from random_drafter import VARIANTS, random_batch, random_drafter, small_config
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspec"
@@ -229,3 +230,21 @@ def test_other_drafters_of_the_public_code_are_written_as_they_are(target):
     assert "nothing of it was checked against DeepSpec" in exported.notes[0]
     with pytest.raises(CannotExport, match="SGLang has no class for the architecture Qwen3Eagle3Model"):
         to_layout("sglang", stored, target, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("architecture", "name"), [("eagle3", "Qwen3Eagle3Model"), ("mtp", "DSparkMTPModel")])
+def test_other_architectures_are_copied_or_refused_by_name(
+    tmp_path: Path, target: Target, layout: str, architecture: str, name: str
+):
+    save_drafter(random_autoregressive_drafter(architecture=architecture), tmp_path, dtype=torch.float32)
+    stored = read_stored(tmp_path)
+    check_tensors(stored, tmp_path)
+    if name in LAYOUTS[layout].architectures:
+        exported = to_layout(layout, stored, target, dtype=torch.float32)
+        assert exported.content == stored.content
+        assert exported.tensors.keys() == stored.tensors.keys()
+        assert all(torch.equal(exported.tensors[key], value) for key, value in stored.tensors.items())
+    else:
+        with pytest.raises(CannotExport, match=f"has no class for the architecture {name}; the format dspark keeps"):
+            to_layout(layout, stored, target, dtype=torch.float32)

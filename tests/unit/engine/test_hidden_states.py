@@ -45,6 +45,13 @@ def test_minus_1_is_the_embeddings(target: Any):
     assert torch.equal(captured(target, (-1,), INPUT_IDS), theirs[0])
 
 
+def test_the_two_ids_behind_the_layers_are_the_states_at_the_final_norm(target: Any):
+    before, after = captured(target, (4, 5), INPUT_IDS).chunk(2, dim=-1)
+    assert torch.equal(after, target(INPUT_IDS, output_hidden_states=True).hidden_states[-1])
+    assert torch.equal(target.model.norm(before), after)
+    assert not torch.allclose(before, after)
+
+
 def test_states_are_joined_in_the_order_of_the_ids(target: Any):
     both = captured(target, (-1, 2), INPUT_IDS)
     parts = [captured(target, (layer,), INPUT_IDS) for layer in (-1, 2)]

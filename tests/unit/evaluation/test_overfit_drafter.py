@@ -26,8 +26,9 @@ OPTIONS = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 60, "s
         {"architecture": "dspark", "markov_head_type": "gated"},
         {"architecture": "dspark", "markov_head_type": "rnn"},
         {"architecture": "dflash"},
+        {"architecture": "eagle3"},
     ],
-    ids=["dspark", "dspark with extensions", "gated", "rnn", "dflash"],
+    ids=["dspark", "dspark with extensions", "gated", "rnn", "dflash", "eagle3"],
 )
 def test_an_answer_learned_by_heart_is_accepted_at_every_position(tmp_path: Path, tiny_target: Path, shape: dict):
     target = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))

@@ -57,6 +57,10 @@ def inputs(
     return learned, head, targets
 
 
+def each_tensor(targets: HeadTargets, change: Callable[[Tensor], Tensor]) -> HeadTargets:
+    return replace(targets, **{name: change(v) for name, v in vars(targets).items() if isinstance(v, Tensor)})
+
+
 def twin(
     learned: list[Tensor | None], head: Tensor, targets: HeadTargets, head_form: TargetHead | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +70,8 @@ def twin(
     if embedded is not None and bias is not None:
         logits = logits + embedded @ bias.T
     target_logits = products(targets.last_hidden, head, head_form)[targets.rows]
-    losses = slot_losses(logits, target_logits, targets.log_z[targets.rows], targets.labels, None)
+    log_z, soft_labels = targets.log_z[targets.rows], targets.soft_labels
+    losses = slot_losses(logits, target_logits, log_z, targets.labels, None, soft_labels=soft_labels)
     loss = (losses.ce * targets.ce_scale).sum() + (losses.tv * targets.tv_scale).sum()
     return loss, losses.ce, losses.tv
 
@@ -105,6 +110,20 @@ def test_values_and_gradients_are_those_of_the_twin(
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.parametrize("chunk", [4, 128])
+@pytest.mark.parametrize("tile", [1, 3])
+def test_soft_labels_too(monkeypatch: pytest.MonkeyPatch, chunk: int, tile: int):
+    monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(fused, "TILE_BYTES", tile * V * 8)
+    values, gradients = run(lambda *given: fast(*given[:2], replace(given[2], soft_labels=True)), markov=True)
+    expected_values, expected_gradients = run(
+        lambda *given: twin(*given[:2], replace(given[2], soft_labels=True)), markov=True
+    )
+    for found, expected in zip(values + gradients, expected_values + expected_gradients, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    assert not torch.allclose(values[1], run(fast, markov=True)[0][1])
+
+
 def test_float32_stays_close_to_float64():
     values, gradients = run(fast, markov=True, dtype=torch.float32)
     expected_values, expected_gradients = run(twin, markov=True)
@@ -125,7 +144,7 @@ def test_without_gradients_the_values_are_the_same():
 def test_no_slot_at_all_is_no_loss():
     learned, head, targets = inputs(markov=True)
     none = [None if x is None else x[:0] if x.shape[0] == N else x for x in learned]
-    empty = HeadTargets(**{name: tensor[:0] for name, tensor in vars(targets).items()})
+    empty = each_tensor(targets, lambda tensor: tensor[:0])
     loss, ce, tv = fast(none, head, empty)
     assert float(loss.detach()) == 0.0
     assert ce.shape == tv.shape == (0,)
@@ -159,7 +178,7 @@ def test_gradients_near_the_target_are_within_1_percent_of_float64(
     loss.backward()
     assert float(1.0 - 0.5 * tv.mean()) == pytest.approx(0.98, abs=0.01)  # the overlap of p and q
     exact = h.double().requires_grad_()
-    wide = HeadTargets(**{k: v.double() if v.is_floating_point() else v for k, v in vars(targets).items()})
+    wide = each_tensor(targets, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     twin([exact, None, None], head.double(), wide, head_form)[0].backward()
     assert states.grad is not None
     assert exact.grad is not None
@@ -191,14 +210,16 @@ def test_the_peak_of_extra_memory_is_an_eighth_of_the_twins(monkeypatch: pytest.
     assert chunked <= eager / 8
 
 
-def test_a_chunk_is_one_graph_for_the_compiler():
+@pytest.mark.parametrize("soft_labels", [False, True])
+def test_a_chunk_is_one_graph_for_the_compiler(soft_labels: bool):
     h, head, targets = near_target(12, 50, 8)
     rest = (targets.rows, targets.labels, targets.ce_scale, targets.tv_scale)
 
     def terms(compiled: Callable[..., Any]) -> tuple[Tensor, ...]:
         logits, target = h.float() @ head.float().T, targets.last_hidden.float() @ head.float().T
         outside_mass = compiled(target_probabilities)(target, targets.log_z)
-        return (logits, target, outside_mass, *compiled(slot_terms)(logits, target, outside_mass, *rest))
+        losses = compiled(slot_terms)(logits, target, outside_mass, *rest, soft_labels=soft_labels)
+        return (logits, target, outside_mass, *losses)
 
     graphs = terms(lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"))
     for found, expected in zip(graphs, terms(lambda function: function), strict=True):
@@ -208,12 +229,13 @@ def test_a_chunk_is_one_graph_for_the_compiler():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpu_gives_the_values_and_gradients_of_the_cpu(dtype: torch.dtype):
+@pytest.mark.parametrize("soft_labels", [False, True])
+def test_a_gpu_gives_the_values_and_gradients_of_the_cpu(dtype: torch.dtype, soft_labels: bool):
     results = []
     for device in ("cpu", "cuda"):
         h, head, targets = near_target(300, 4096, 64)
         states = h.to(device, dtype).requires_grad_()
-        on_device = HeadTargets(**{name: tensor.to(device) for name, tensor in vars(targets).items()})
+        on_device = each_tensor(replace(targets, soft_labels=soft_labels), lambda tensor: tensor.to(device))  # noqa: B023
         values = head_loss(states, None, head.float().to(device), None, on_device)
         values[0].backward()
         assert states.grad is not None

@@ -23,6 +23,7 @@ from dspark.training.config import TrainConfig
 from dspark.training.loop import TrainLoop
 from dspark.training.progress import read_history
 from dspark.training.trainer import prepare
+from random_autoregressive import AUTOREGRESSIVE_VARIANTS, random_autoregressive_drafter
 from random_drafter import VARIANTS, random_drafter, random_sample
 from tiny_cache import LAYER_IDS, make_tiny_cache
 
@@ -86,7 +87,13 @@ def samples_of(count: int) -> list[CachedSample]:
 
 
 def loop_over(
-    folder: Path, samples: list[CachedSample], *, heldout: int = 0, shape: Any = None, **changes: Any
+    folder: Path,
+    samples: list[CachedSample],
+    *,
+    heldout: int = 0,
+    shape: Any = None,
+    drafter: Any = None,
+    **changes: Any,
 ) -> TrainLoop:
     """A loop over a cache of these samples, the last `heldout` of them held out."""
     writer = TargetCacheWriter(folder / "cache")
@@ -94,7 +101,8 @@ def loop_over(
     first_heldout = len(samples) - heldout
     writer.write_shard(0, ((s, "heldout" if k >= first_heldout else "train", "chat") for k, s in enumerate(samples)))
     writer.finish({}, 1, {})
-    save_drafter(random_drafter(draft_vocab_size=40, **shape or {}), folder / "initial", dtype=torch.float32)
+    drafter = drafter or random_drafter(draft_vocab_size=40, **shape or {})
+    save_drafter(drafter, folder / "initial", dtype=torch.float32)
     content = {
         "cache": str(folder / "cache"),
         "output": str(folder),
@@ -151,6 +159,22 @@ def test_the_size_of_micro_batches_changes_no_loss(tmp_path: Path, alone: list[d
         loop_over(folder, samples_of(6), sequences_per_micro_batch=size).run()
         losses.append([row["loss"] for row in read_history(folder)])
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", AUTOREGRESSIVE_VARIANTS.values(), ids=AUTOREGRESSIVE_VARIANTS)
+def test_autoregressive_drafters_take_the_same_steps(tmp_path: Path, alone: list[dict[str, Any]], shape):
+    drafter = random_autoregressive_drafter(**shape)
+    samples = [random_sample(drafter.config, f"s{k}", 14 + k, seed=k) for k in range(5)]
+    phases = [{"until": 1.0, "ce": 1.0, "tv": 0.0, "confidence": 0.0, "soft_labels": True}]
+    loop = loop_over(tmp_path, samples, heldout=1, drafter=drafter, steps=8, loss_phases=phases)
+    before = {name: value.clone() for name, value in loop.drafter.state_dict().items()}
+    loop.run()
+    rows = read_history(tmp_path)
+    losses = [row["loss"] for row in rows if "heldout" not in row]
+    assert losses[-1] < losses[0]
+    assert {"expected_accepted_length", "acceptance_1", "acceptance_4"} <= rows[0]["heldout"].keys()
+    kept = {name for name, value in loop.drafter.state_dict().items() if torch.equal(value, before[name])}
+    assert kept == {"backbone.embed_tokens.weight", "backbone.lm_head.weight"}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -286,7 +310,7 @@ def online_loop(
         target_config=cache.target_config,
         steps_ahead=steps_ahead,
     )
-    monkeypatch.setattr(loop_module, "rank_samples", lambda config, shared, rank: source)
+    monkeypatch.setattr(loop_module, "rank_samples", lambda config, shared, **options: source)
     config = tiny_config(folder, data={"mode": "online", "answers": "answers", "steps_ahead": steps_ahead})
     initial = prepare(config, source, fresh=False)
     assert targets.asked  # the initial drafter saw a few

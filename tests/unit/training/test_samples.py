@@ -4,13 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dspark.config import build_config
 from dspark.data.online import OnlineSamples
 from dspark.data.target_cache import TargetCache, bytes_of
-from dspark.errors import DsparkError, MissingInput
+from dspark.errors import DsparkError, Mismatch, MissingInput
 from dspark.training.config import TrainConfig
-from dspark.training.samples import most_bytes_on_the_way, open_samples, plan_of, rank_samples, require_room
+from dspark.training.samples import (
+    most_bytes_on_the_way,
+    open_samples,
+    plan_of,
+    rank_samples,
+    require_room,
+    with_layers,
+)
 from dspark.training.trainer import train_request
 from tiny_answers import make_tiny_answers
 from tiny_cache import LAYER_IDS, make_tiny_cache
@@ -49,6 +57,26 @@ def test_a_cache_is_opened_where_one_is_named(tiny_target: Path, tmp_path: Path)
     for source in (open_samples(config), rank_samples(config, None, rank=0)):
         assert isinstance(source, TargetCache)
     assert plan_of(config, cache) == {}
+
+
+def test_a_drafter_gets_the_layers_that_it_reads(tiny_target: Path, tmp_path: Path):
+    cache = make_tiny_cache(tmp_path, tiny_target, train=2, heldout=1, final_states=("after_norm",))
+    config = config_for({"cache": str(cache.folder)})
+    whole = cache.load(0).hidden.split(HIDDEN, dim=1)
+    for source in (with_layers(cache, (5,)), rank_samples(config, None, rank=0, layer_ids=(5,))):
+        assert torch.equal(source.load(0).hidden, whole[2])
+
+
+def test_online_just_what_the_drafter_reads_is_captured(answers: Path):
+    source = open_samples(config_for(online(answers, target_layer_ids=(), final_states=("after_norm",))))
+    assert source.request["target_layer_ids"] == [5]
+    assert with_layers(source, (5,)) is source
+    more = open_samples(config_for(online(answers, final_states=("after_norm",))))
+    with pytest.raises(
+        Mismatch,
+        match=r"is \[0, 2, 5\] but \[5\] is asked for; set data\.target_layer_ids and data\.final_states",
+    ):
+        with_layers(more, (5,))
 
 
 def test_absent_answers_name_the_job_that_makes_them(tmp_path: Path):

@@ -1,0 +1,57 @@
+"""Drawing the draft tokens of many requests, slot by slot; each draws from its own generator alone.
+
+Legend: R requests, l slots, V' draft vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.engine.draft_runner import DraftRequest
+from dspark.engine.sampling import invert
+from dspark.speculation.proposal import Proposal
+
+
+class Draws:
+    """What has been drawn so far. d2t: [V'] target id of every draft id; `token_ids`: target ids, [R] per slot."""
+
+    def __init__(self, requests: Sequence[DraftRequest], d2t: Tensor, *, vocab_size: int) -> None:
+        self.num_slots = max(request.max_tokens for request in requests)
+        self.token_ids: list[Tensor] = []
+        self._requests, self._d2t = requests, d2t
+        self._is_whole_vocabulary = d2t.numel() == vocab_size
+        self._columns: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._sampled = [i for i, request in enumerate(requests) if request.temperature > 0]
+        self._uniforms = torch.zeros(len(self._sampled), self.num_slots, device=d2t.device)
+        for row, i in enumerate(self._sampled):  # as many as it asks for, not as many as the longest beside it does
+            num_own, generator = requests[i].max_tokens, requests[i].generator
+            self._uniforms[row, :num_own] = torch.rand(num_own, generator=generator, device=d2t.device)
+        self._scales = torch.tensor([requests[i].temperature for i in self._sampled], device=d2t.device).unsqueeze(1)
+
+    def draw(self, logits: Tensor) -> None:
+        """The next slot's token of every request. logits: [R, V'] float32."""
+        drawn = logits.argmax(dim=-1)
+        if self._sampled:
+            distribution = torch.softmax(logits[self._sampled] / self._scales, dim=-1)
+            drawn[self._sampled] = invert(distribution, self._uniforms[:, len(self._columns)])
+            self._probs.append(distribution)
+        self._columns.append(drawn)
+        self.token_ids.append(self._d2t[drawn])
+
+    def proposals(self) -> list[Proposal]:
+        """One per request, as long as it asked for."""
+        columns, token_ids = torch.stack(self._columns, dim=1), torch.stack(self.token_ids, dim=1)
+        probs = dict(zip(self._sampled, torch.stack(self._probs, dim=1), strict=True)) if self._sampled else {}
+        support = None if self._is_whole_vocabulary else self._d2t
+        return [
+            Proposal(
+                token_ids=token_ids[i],
+                probs=probs.get(i),
+                confidence_logits=None,
+                support=support,
+                columns=None if support is None else columns[i],
+            ).first(request.max_tokens)
+            for i, request in enumerate(self._requests)
+        ]
