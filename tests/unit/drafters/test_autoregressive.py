@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config, GraniteConfig, PretrainedConfig
 
 from dspark.drafters.autoregressive import AutoregressiveDrafter, ids_ahead
 from dspark.drafters.base import BlockBatch
+from dspark.drafters.initialize import DrafterShape
+from dspark.drafters.initialize_autoregressive import autoregressive_config
 from random_autoregressive import AUTOREGRESSIVE_VARIANTS, random_autoregressive_drafter
 from random_drafter import packed, random_batch
 
@@ -124,3 +127,15 @@ def test_a_step_of_training_moves_what_is_trained_and_nothing_else(shape: dict[s
     drafter(batch_of(drafter), torch.ones(2, 4, drafter.block_size, dtype=torch.bool)).logits.sum().backward()
     frozen = {name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()}
     assert frozen == {"backbone.embed_tokens.weight", "backbone.lm_head.weight"}
+
+
+@pytest.mark.parametrize("architecture", ["eagle3", "mtp"])
+@pytest.mark.parametrize(
+    "target",
+    [GraniteConfig(logits_scaling=4.0), GraniteConfig(embedding_multiplier=2.0), Gemma2Config()],
+    ids=["scaled logits", "scaled embeddings", "soft-capped logits"],
+)
+def test_a_target_whose_head_is_more_than_a_matrix_is_refused(architecture: str, target: PretrainedConfig):
+    shape = DrafterShape(architecture=architecture)
+    with pytest.raises(ValueError, match=r"scales, soft-caps or adds .* use dspark or dflash"):
+        autoregressive_config(shape, target, target_layer_ids=(1,), valid_vocab_size=50, position_decay=4.0)
