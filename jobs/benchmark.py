@@ -19,11 +19,12 @@ from dspark.evaluation.benchmarking import (
     summarize_pairs,
 )
 from dspark.evaluation.http_load import HttpLoad
-from dspark.evaluation.load import BenchmarkConfig, EngineLoad, Load
+from dspark.evaluation.load import EngineLoad, Load
+from dspark.evaluation.load_config import BenchmarkConfig
 from dspark.evaluation.profiling import fingerprint_of
 from dspark.provenance import file_sha256, fingerprint, git_revision, read_json, write_json
 from dspark.storage import locate
-from dspark.targets import target_identity
+from dspark.targets import TargetConfig, target_identity
 
 BENCHMARK = "benchmark.json"
 
@@ -71,17 +72,23 @@ def _request(config: BenchmarkConfig, prompts: Sequence[Prompt]) -> dict[str, An
     if config.drafter is None:
         return request
     target = config.target or drafter_target(config.drafter)
-    files = {}
-    if config.drafter not in WITHOUT_FOLDER:
-        check_drafter(config.drafter, target)
-        names = (*DRAFTER_FILES[:2], CALIBRATION, COST_CURVE)
-        paths = {name: locate(config.drafter) / name for name in names}
-        files = {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
     return request | {
         "target": target_identity(target),
-        "drafter": files or config.drafter,
+        "drafter": drafter_files(config.drafter, target) or config.drafter,
         "hardware": fingerprint_of(target, config.threads),
     }
+
+
+def drafter_files(drafter: str | None, target: TargetConfig) -> dict[str, str]:
+    """Checksums of all that a drafter's folder says about decoding; none without a folder.
+
+    Raises: MissingInput without the drafter; Mismatch if it was trained for another target.
+    """
+    if drafter is None or drafter in WITHOUT_FOLDER:
+        return {}
+    check_drafter(drafter, target)
+    paths = {name: locate(drafter) / name for name in (*DRAFTER_FILES[:2], CALIBRATION, COST_CURVE)}
+    return {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
 
 
 def _earlier_rows(path: Path, request: dict[str, Any]) -> list[dict[str, Any]]:

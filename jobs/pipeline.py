@@ -20,7 +20,7 @@ from dspark.data.answers import GenerateConfig
 from dspark.data.capture import CacheConfig
 from dspark.errors import Mismatch, MissingInput
 from dspark.evaluation.config import CalibrateConfig, EvaluateConfig
-from dspark.evaluation.load import BenchmarkConfig
+from dspark.evaluation.load_config import BenchmarkConfig
 from dspark.evaluation.profiling import ProfileConfig
 from dspark.evaluation.questions import AskConfig
 from dspark.evaluation.report import write_report

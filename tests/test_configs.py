@@ -20,7 +20,8 @@ CONFIG_OF = {
     "evaluate": "dspark.evaluation.config:EvaluateConfig",
     "export": "dspark.drafters.export:ExportConfig",
     "ask": "dspark.evaluation.questions:AskConfig",
-    "benchmark": "dspark.evaluation.load:BenchmarkConfig",
+    "benchmark": "dspark.evaluation.load_config:BenchmarkConfig",
+    "compare": "compare:CompareConfig",
     "calibrate": "dspark.evaluation.config:CalibrateConfig",
     "dspark": "dspark.serving.deployment_file:DeploymentFile",  # what `serve run` is given
     "pipeline": "pipeline:PipelineConfig",

@@ -68,14 +68,15 @@ def load_engine(
     num_threads: int = 1,
     length_without_curve: int = LENGTH_WITHOUT_CURVE,
     is_missing_drafter_ok: bool = False,
+    shared: LoadedEngine | None = None,
 ) -> LoadedEngine:
     """drafter: a folder made by jobs/train.py, "ngram" for prompt lookup, "mtp" for the MTP modules that the target
     brings along, or None for plain decoding.
 
     Its calibration.json and cost_curve.json are used where they are there, unless config.verify_length leaves them
     nothing to decide; what is missing is said in the notes. A curve is that of this hardware and this number of
-    threads. is_missing_drafter_ok: n-gram speculation instead of an
-    error when the folder holds no drafter.
+    threads. is_missing_drafter_ok: n-gram speculation instead of an error when the folder holds no drafter.
+    shared: an engine on the same target, whose weights this one takes too; the two must not step at the same time.
     Raises: MissingInput without a drafter; Mismatch when drafter, target and calibration do not belong together.
     """
     torch.set_num_threads(num_threads)
@@ -87,11 +88,8 @@ def load_engine(
         drafter = NGRAM
     if drafter not in WITHOUT_FOLDER:
         drafter = str(local_folder(str(drafter), (*DRAFTER_FILES, CALIBRATION, COST_CURVE)))
-    tokenizer = load_tokenizer(target)
     provenance = None if drafter in WITHOUT_FOLDER else check_drafter(str(drafter), target)
-    model: Any = load_target(target)
-    stop_ids = frozenset(stop_token_ids(model.generation_config, tokenizer))
-    model.generation_config = transformers.GenerationConfig()  # what the target recommends is the caller's business
+    tokenizer, model, stop_ids = _load_target(target) if shared is None else _target_of(shared)
     drafts = _draft_runner(drafter, model, config, vocabulary_size(tokenizer))
     if drafts is not None and drafts.target_layer_ids:
         check_layer_ids(drafts.target_layer_ids, load_target_config(target).num_hidden_layers)
@@ -116,6 +114,17 @@ def load_engine(
         log.warning(note)
     engine = Engine(runner, drafts, tokenizer, config=config, curve=curve, calibration=calibration)
     return LoadedEngine(engine, runner, tokenizer, stop_ids, provenance, notes)
+
+
+def _load_target(target: TargetConfig) -> tuple[Any, Any, frozenset[int]]:
+    tokenizer, model = load_tokenizer(target), load_target(target)
+    stop_ids = frozenset(stop_token_ids(model.generation_config, tokenizer))
+    model.generation_config = transformers.GenerationConfig()  # what the target recommends is the caller's business
+    return tokenizer, model, stop_ids
+
+
+def _target_of(shared: LoadedEngine) -> tuple[Any, Any, frozenset[int]]:
+    return shared.tokenizer, shared.target.model, shared.stop_ids
 
 
 def plain_twin(loaded: LoadedEngine) -> Engine:

@@ -8,7 +8,8 @@ import numpy as np
 
 from dspark.data.prompts import Prompt, PromptSet
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import BenchmarkConfig, Load, LoadRun, Side
+from dspark.evaluation.load import Load, LoadRun, Side
+from dspark.evaluation.load_config import BenchmarkConfig, LoadConfig
 from dspark.provenance import fingerprint
 
 Key = tuple[str, int, int]
@@ -19,7 +20,7 @@ WARMUP_REQUESTS = 2
 Row = Mapping[str, Any]
 
 
-def choose_prompts(prompts: PromptSet, config: BenchmarkConfig) -> list[Prompt]:
+def choose_prompts(prompts: PromptSet, config: LoadConfig) -> list[Prompt]:
     """Held-out prompts of the domains asked for, one of each in turn, in an order that the seed decides.
 
     Any number of them from the start holds all domains equally. Raises: ValueError when there are none.
@@ -111,8 +112,8 @@ def summarize_pairs(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]
         figures: dict[str, Any] = {side: _medians([row[side] for row in group]) for side in SIDES}
         figures |= {
             "pairs": len(group),
-            "ratio": _spread([row["ratio"] for row in group]),
-            "full_load_ratio": _spread([row["full_load_ratio"] for row in group]),
+            "ratio": spread([row["ratio"] for row in group]),
+            "full_load_ratio": spread([row["full_load_ratio"] for row in group]),
             "identical": sum(identical) if identical else None,
             "compared": sum(row["plain"]["requests"] for row in group) if identical else None,
         }
@@ -156,7 +157,8 @@ def _medians(runs: Sequence[Row]) -> dict[str, Any]:
     return medians
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, Any]:
+def spread(values: Sequence[float | None]) -> dict[str, Any]:
+    """Median, lowest and highest of the values that are known, and these."""
     known = [value for value in values if value is not None]
     if not known:
         return {"median": None, "low": None, "high": None, "values": []}

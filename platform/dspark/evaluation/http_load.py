@@ -11,7 +11,8 @@ from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt
 from dspark.errors import DsparkError, one_line
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import Answer, BenchmarkConfig, LoadRun, Side
+from dspark.evaluation.load import Answer, LoadRun, Side
+from dspark.evaluation.load_config import BenchmarkConfig
 
 if TYPE_CHECKING:
     import httpx

@@ -10,84 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import pydantic
-from pydantic import Field
 
 from dspark.chat import ChatConfig, render_prompt
-from dspark.config import Config, build_config
+from dspark.config import build_config
 from dspark.data.decoding import derive_seed
-from dspark.data.prompts import Prompt, PromptSource
-from dspark.engine.config import EngineConfig
+from dspark.data.prompts import Prompt
 from dspark.engine.engine import Engine
-from dspark.engine.loading import WITHOUT_FOLDER, drafter_target, load_engine, plain_twin
+from dspark.engine.loading import LoadedEngine, drafter_target, load_engine, plain_twin
 from dspark.engine.request import GenerationRequest
 from dspark.evaluation.config import EvaluationMode
+from dspark.evaluation.load_config import BenchmarkConfig, LoadConfig
 from dspark.speculation.statistics import AcceptanceCounts
-from dspark.targets import TargetConfig
-from dspark.tracking import TrackingConfig
 
 Side = Literal["plain", "speculative"]
-
-SERVER_DECIDES = ("target", "engine", "threads")
-
-
-class BenchmarkConfig(Config):
-    """The benchmark stage: tokens per second with and without speculation, by the number of concurrent requests."""
-
-    drafter: str | None = None
-    """Folder made by jobs/train.py, "ngram" or "mtp" (the target's own modules), for an engine in this process."""
-    base_url: str | None = None
-    """Measure a running server of ours instead, such as http://127.0.0.1:8000; drafter, target, engine are its own."""
-    output: str
-    """Gets `benchmark.json`, which grows as pairs finish."""
-    prompts: list[PromptSource] = Field(min_length=1)
-    """Only the first turn of their held-out rows is used."""
-    domains: tuple[str, ...] = ()
-    """Use these domains only, an equal number of prompts of each; empty takes all there are."""
-    heldout_fraction: float = Field(0.05, ge=0, lt=1)
-    """Of sources that do not name a split; the same as in the generate stage, or trained prompts are measured."""
-    target: TargetConfig | None = None
-    """None takes what the drafter was trained for; another target than that is refused."""
-    modes: list[EvaluationMode] = [EvaluationMode(name="greedy")]
-    concurrency: tuple[int, ...] = Field((1, 4, 16), min_length=1)
-    """Numbers of requests at once; where one ends the next begins."""
-    pairs: int = Field(5, ge=1)
-    """Runs of each side, in the order plain, speculative, speculative, plain, …: what slows the machine meets both."""
-    max_tokens: int = Field(256, ge=1)
-    """Of an answer, which ends earlier at the target's own stop tokens."""
-    requests_per_place: int = Field(2, ge=1)
-    """Requests of a run, times the concurrency: the more, the less the end counts, when places fall empty."""
-    min_requests: int = Field(4, ge=1)
-    """Requests of a run at least."""
-    warmup_tokens: int = Field(32, ge=1)
-    """Output tokens of two requests per side that come first and are not counted."""
-    engine: EngineConfig = EngineConfig()
-    threads: int = Field(2, ge=1)
-    """CPU threads; the cost curve has to be measured with the same number."""
-    seed: int = 0
-    tracking: TrackingConfig = TrackingConfig()
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "BenchmarkConfig":
-        if (self.drafter is None) == (self.base_url is None):
-            raise ValueError("give a drafter for an engine in this process, or the base_url of a server")
-        changed = [name for name in SERVER_DECIDES if getattr(self, name) != type(self).model_fields[name].default]
-        if self.base_url is not None and changed:
-            raise ValueError(f"the server at base_url has its own {', '.join(changed)}; leave them out")
-        if self.drafter in WITHOUT_FOLDER and self.base_url is None and self.target is None:
-            raise ValueError(f"drafter {self.drafter!r} has no folder that names its target: it needs a target")
-        names = [mode.name for mode in self.modes]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"modes need one name each, got {names}")
-        if min(self.concurrency) < 1 or len(set(self.concurrency)) < len(self.concurrency):
-            raise ValueError(f"concurrency is {list(self.concurrency)}; give each number once, all of them 1 or more")
-        most = self.engine.max_running_requests
-        if self.base_url is None and max(self.concurrency) > most:
-            raise ValueError(f"concurrency {max(self.concurrency)} is over engine.max_running_requests ({most})")
-        return self
-
-    def num_requests(self, concurrency: int) -> int:
-        return max(self.min_requests, self.requests_per_place * concurrency)
 
 
 @dataclass
@@ -232,18 +167,18 @@ def closed_loop(
     )
 
 
-class EngineLoad:
-    """Two engines on one model in this process, of which one steps at a time."""
+class EngineRequests:
+    """The same requests for whichever engine is asked. notes: what a user should know, a line each."""
 
-    def __init__(self, config: BenchmarkConfig, prompts: Sequence[Prompt]) -> None:
-        """Raises: ValueError when no prompt fits the target, or the KV memory does not hold what is to run at once."""
-        target = config.target or drafter_target(str(config.drafter))
-        loaded = load_engine(target, config.drafter, config=config.engine, num_threads=config.threads)
-        self.notes = list(loaded.notes)
-        self._engines: dict[Side, Engine] = {"plain": plain_twin(loaded), "speculative": loaded.engine}
+    def __init__(
+        self, loaded: LoadedEngine, prompts: Sequence[Prompt], chat: ChatConfig, config: LoadConfig, *, block_size: int
+    ) -> None:
+        """block_size: the most draft tokens of a step.
+
+        Raises: ValueError when no prompt fits the target, or the KV memory does not hold what is to run at once.
+        """
+        self.notes: list[str] = []
         self._stop_ids, self._seed = loaded.stop_ids, config.seed
-        recorded = {} if loaded.provenance is None else loaded.provenance["chat"]
-        chat = build_config(ChatConfig, recorded, source=f"{config.drafter}/provenance.json")
         rendered = [(prompt.id, tuple(render_prompt(loaded.tokenizer, prompt.opening, chat))) for prompt in prompts]
         limit = loaded.engine.max_context_tokens
         self._prompts = [
@@ -253,26 +188,50 @@ class EngineLoad:
             raise ValueError(f"no prompt and max_tokens ({config.max_tokens}) fit the target's context of {limit}")
         if len(self._prompts) < len(prompts):
             self.notes.append(f"{len(prompts) - len(self._prompts)} of {len(prompts)} prompts are too long: left out")
-        self._require_memory(config)
+        self._require_memory(config, loaded.engine.num_pages, block_size)
 
-    def run(self, side: Side, mode: EvaluationMode, *, concurrency: int, num_requests: int, max_tokens: int) -> LoadRun:
+    def first(self, number: int, mode: EvaluationMode, *, max_tokens: int) -> list[GenerationRequest]:
+        """So many requests, the same ones whenever they are asked for."""
         requests = []
-        for number in range(num_requests):
-            name, ids = self._prompts[number % len(self._prompts)]
-            seed = derive_seed(self._seed, name, number)
-            requests.append(GenerationRequest(str(number), ids, mode.sampling, max_tokens, self._stop_ids, seed=seed))
-        return closed_loop(self._engines[side], requests, concurrency=concurrency)
+        for place in range(number):
+            name, ids = self._prompts[place % len(self._prompts)]
+            seed = derive_seed(self._seed, name, place)
+            requests.append(GenerationRequest(str(place), ids, mode.sampling, max_tokens, self._stop_ids, seed=seed))
+        return requests
 
-    def _require_memory(self, config: BenchmarkConfig) -> None:
+    def _require_memory(self, config: LoadConfig, num_pages: int, block_size: int) -> None:
         """A run that waits for pages would measure another concurrency than it says."""
-        engine, most = self._engines["speculative"], max(config.concurrency)
-        longest = max(len(ids) for _, ids in self._prompts) + config.max_tokens + engine.block_size
+        most = max(config.concurrency)
+        longest = max(len(ids) for _, ids in self._prompts) + config.max_tokens + block_size
         needed = most * -(-longest // config.engine.page_size)
-        if needed > engine.num_pages:
+        if needed > num_pages:
             raise ValueError(
                 f"{most} requests of up to {longest} tokens need {needed * config.engine.page_size} tokens of KV "
                 f"memory; raise engine.kv_tokens ({config.engine.kv_tokens})"
             )
+
+
+class EngineLoad:
+    """Two engines on one model in this process, of which one steps at a time."""
+
+    def __init__(self, config: BenchmarkConfig, prompts: Sequence[Prompt]) -> None:
+        """Raises: ValueError as `EngineRequests` does."""
+        target = config.target or drafter_target(str(config.drafter))
+        loaded = load_engine(target, config.drafter, config=config.engine, num_threads=config.threads)
+        self._engines: dict[Side, Engine] = {"plain": plain_twin(loaded), "speculative": loaded.engine}
+        chat = chat_of(loaded, source=f"{config.drafter}/provenance.json")
+        self._requests = EngineRequests(loaded, prompts, chat, config, block_size=loaded.engine.block_size)
+        self.notes = loaded.notes + self._requests.notes
+
+    def run(self, side: Side, mode: EvaluationMode, *, concurrency: int, num_requests: int, max_tokens: int) -> LoadRun:
+        requests = self._requests.first(num_requests, mode, max_tokens=max_tokens)
+        return closed_loop(self._engines[side], requests, concurrency=concurrency)
+
+
+def chat_of(loaded: LoadedEngine, *, source: str) -> ChatConfig:
+    """How the answers were asked for that the drafter was trained on; the defaults of one without a folder."""
+    recorded = {} if loaded.provenance is None else loaded.provenance["chat"]
+    return build_config(ChatConfig, recorded, source=source)
 
 
 def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:

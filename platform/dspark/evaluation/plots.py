@@ -152,6 +152,49 @@ def load_plot(benchmark: Mapping[str, Any]) -> str | None:
     return _data_uri(figure)
 
 
+def learning_plot(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
+    """Held-out expected accepted length over steps, a line per drafter; None when no run was validated twice."""
+    curves = {
+        name: [(row["step"], row["heldout"]["expected_accepted_length"]) for row in rows if "heldout" in row]
+        for name, rows in histories.items()
+    }
+    curves = {name: points for name, points in curves.items() if len(points) > 1}
+    if not curves:
+        return None
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    panel = figure.subplots()
+    for number, (name, points) in enumerate(curves.items()):
+        panel.plot(*zip(*points, strict=True), label=name, **_line(number))
+    _finish(panel, "expected accepted length (tau, teacher forced)", "step", "tokens per round")
+    return _data_uri(figure)
+
+
+def contest_plot(contest: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> str | None:
+    """Ratio of throughputs to the first entrant's by concurrency: a panel per mode, a line per entrant.
+
+    contest: as `contest.summarize_contest` gives it; None when it is empty.
+    """
+    if not contest:
+        return None
+    figure = Figure(figsize=(7 * len(contest), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(contest), squeeze=False)[0]
+    for panel, (mode, by_concurrency) in zip(panels, contest.items(), strict=True):
+        counts = sorted(by_concurrency, key=int)
+        names = _ordered(name for by_entrant in by_concurrency.values() for name in by_entrant)
+        for number, name in enumerate(names):
+            ratios = [by_concurrency[count].get(name, {}).get("ratio", {}) for count in counts]
+            known = [(place, r) for place, r in enumerate(ratios) if r.get("median") is not None]
+            places = [place + 0.04 * (number - len(names) / 2) for place, _ in known]  # ranges beside each other
+            middle = np.asarray([r["median"] for _, r in known])
+            around = [middle - [r["low"] for _, r in known], [r["high"] for _, r in known] - middle]
+            panel.errorbar(places, middle, yerr=around, elinewidth=0.8, label=name, **_line(number))
+        panel.set_xticks(range(len(counts)), counts)
+        panel.set_ylim(bottom=0)
+        _finish(panel, f"throughput, {mode}", "concurrent requests", "ratio")
+        panel.legend(fontsize=8, frameon=False, bbox_to_anchor=(1.0, 1.0), loc="upper left")
+    return _data_uri(figure)
+
+
 def _times(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, *, colour: str, label: str) -> None:
     """Measured medians with their quartiles, and the curve through them."""
     sizes = [row[key] for row in rows]
@@ -163,16 +206,14 @@ def _times(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, *, colour: s
 
 def _acceptance_line(panel: Axes, rates: Sequence[float | None], drafter: str, number: int) -> None:
     values = [np.nan if rate is None else rate for rate in rates]
-    panel.plot(
-        range(1, len(values) + 1),
-        values,
-        LINE_STYLES[number % len(LINE_STYLES)],
-        marker="o",
-        markersize=4,
-        color=COLOURS[number % len(COLOURS)],
-        label=drafter,
-    )
+    panel.plot(range(1, len(values) + 1), values, label=drafter, **_line(number))
     panel.set_xticks(range(1, len(values) + 1))
+
+
+def _line(number: int) -> dict[str, Any]:
+    """The look of the n-th of several lines."""
+    style = LINE_STYLES[number % len(LINE_STYLES)]
+    return {"linestyle": style, "marker": "o", "markersize": 4, "color": COLOURS[number % len(COLOURS)]}
 
 
 def _curve(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, *, colour: str, label: str) -> None:

@@ -16,7 +16,8 @@ from dspark.evaluation.benchmarking import (
     summarize_pairs,
 )
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import Answer, BenchmarkConfig, LoadRun, Side
+from dspark.evaluation.load import Answer, LoadRun, Side
+from dspark.evaluation.load_config import BenchmarkConfig
 
 GREEDY, SAMPLED = EvaluationMode(name="greedy"), EvaluationMode(name="sampled", temperature=1.0)
 

@@ -13,7 +13,8 @@ from dspark.data.prompts import Prompt
 from dspark.errors import DsparkError
 from dspark.evaluation.config import EvaluationMode
 from dspark.evaluation.http_load import HttpLoad
-from dspark.evaluation.load import BenchmarkConfig, LoadRun, Side
+from dspark.evaluation.load import LoadRun, Side
+from dspark.evaluation.load_config import BenchmarkConfig
 
 CONFIG = build_config(BenchmarkConfig, {"base_url": "http://server", "output": "o", "prompts": [{"path": "p.jsonl"}]})
 PROMPTS = [Prompt(name, "math", "heldout", [{"role": "user", "content": name}]) for name in ("a", "b")]

@@ -16,7 +16,8 @@ from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import SamplingParams
 from dspark.engine.target_runner import TargetRunner
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import Answer, BenchmarkConfig, EngineLoad, LoadRun, closed_loop
+from dspark.evaluation.load import Answer, EngineLoad, LoadRun, closed_loop
+from dspark.evaluation.load_config import BenchmarkConfig
 from dspark.speculation.statistics import AcceptanceCounts
 from dspark.targets import TargetConfig, load_target
 from scripted_drafters import ScriptedDrafter

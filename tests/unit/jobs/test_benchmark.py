@@ -10,7 +10,7 @@ import benchmark
 import runner
 from dspark.config import build_config
 from dspark.errors import MissingInput
-from dspark.evaluation.load import BenchmarkConfig
+from dspark.evaluation.load_config import BenchmarkConfig
 from dspark.provenance import read_json, write_json
 from tiny_drafter import make_tiny_drafter
 
