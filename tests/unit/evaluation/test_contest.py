@@ -27,10 +27,10 @@ PROMPTS = [
 ]
 
 
-def config_of(target: Path, entrants: dict[str, dict[str, Any]], **changes: Any) -> ContestConfig:
+def config_of(folder: Path, entrants: dict[str, dict[str, Any]], **changes: Any) -> ContestConfig:
     content = {
         "prompts": [{"path": "p.jsonl"}],
-        "target": {"name": str(target), "dtype": "float32", "device": "cpu"},
+        "target": {"name": str(folder), "dtype": "float32", "device": "cpu"},
         "entrants": entrants,
         "repeats": 2,
         "concurrency": [1, 2],
