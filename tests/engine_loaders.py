@@ -106,6 +106,55 @@ def vllm_reads_speculators(content: Content) -> Content:
     }
 
 
+def vllm_loads_eagle3(content: Content, tensors: Tensors, *, target_vocab_size: int) -> None:
+    assert content["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    assert content["model_type"] == "qwen3"
+    assert content.keys() >= QWEN3_KEYS | {"eagle_aux_hidden_state_layer_ids", "target_hidden_size"}
+    assert content["num_hidden_layers"] == 1
+    assert not any(content.get(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output"))
+    assert content.get("norm_before_residual", False) is False
+    # The number of states that are joined: the first of these that is there, 3 without.
+    ids = content["eagle_aux_hidden_state_layer_ids"]
+    num_states = content.get("num_aux_layers") or content.get("num_aux_hidden_states") or len(ids) or 3
+    assert num_states == len(ids)
+    assert all(layer_id >= 0 for layer_id in ids)
+    d, width = content["hidden_size"], content["head_dim"]
+    q, kv = content["num_attention_heads"] * width, content["num_key_value_heads"] * width
+    ffn = content["intermediate_size"]
+    of_layer = {
+        "self_attn.q_proj": [q, 2 * d], "self_attn.k_proj": [kv, 2 * d], "self_attn.v_proj": [kv, 2 * d],
+        "self_attn.o_proj": [d, q], "self_attn.q_norm": [width], "self_attn.k_norm": [width],
+        "mlp.gate_proj": [ffn, d], "mlp.up_proj": [ffn, d], "mlp.down_proj": [d, ffn],
+        "input_layernorm": [d], "hidden_norm": [d], "post_attention_layernorm": [d],
+    }  # fmt: skip
+    wanted = {f"layers.0.{name}.weight": shape for name, shape in of_layer.items()}
+    wanted |= {"fc.weight": [d, d * num_states], "norm.weight": [d]}
+    draft_vocab_size = content.get("draft_vocab_size") or content["vocab_size"]
+    if draft_vocab_size < target_vocab_size:
+        wanted |= {"lm_head.weight": [draft_vocab_size, d], "d2t": [draft_vocab_size]}
+    _require_exactly(wanted, tensors)
+
+
+def vllm_reads_eagle3_speculators(content: Content) -> Content:
+    """The drafter's config as vLLM makes it from a speculators one; what is left out gets vLLM's default."""
+    assert content["speculators_config"]["algorithm"] == content["speculators_model_type"] == "eagle3"
+    assert content["architectures"] == ["Eagle3Speculator"]
+    assert content["speculators_config"]["proposal_methods"][0]["speculative_tokens"] >= 1
+    assert content["speculators_config"]["verifier"]["name_or_path"]
+    layer = content["transformer_layer_config"]
+    assert layer["model_type"] == "qwen3"  # decides the class
+    return layer | {
+        "architectures": ["Eagle3Qwen3ForCausalLM"],
+        "draft_vocab_size": content.get("draft_vocab_size"),
+        "target_hidden_size": content["target_hidden_size"],
+        "norm_before_residual": content.get("norm_before_residual", True),
+        "norm_before_fc": content.get("norm_before_fc", False),
+        "fc_norm": content.get("fc_norm", False),
+        "norm_output": content.get("norm_output", False),
+        "eagle_aux_hidden_state_layer_ids": content["eagle_aux_hidden_state_layer_ids"],
+    }
+
+
 LOADERS = {
     "deepspec": deepspec_loads,
     "sglang": sglang_loads,

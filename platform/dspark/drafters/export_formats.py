@@ -20,12 +20,14 @@ from dspark.drafters.checkpoint import (
     from_deepspec,
 )
 from dspark.drafters.config import DrafterConfig
+from dspark.drafters.eagle3 import EAGLE3_ARCHITECTURES
 from dspark.drafters.export_conversions import (
     CannotExport,
     FrozenTarget,
     with_full_vocabulary,
     with_zero_markov_head,
 )
+from dspark.drafters.export_eagle3 import speculators_eagle3_content, vllm_eagle3_content, vllm_eagle3_tensors
 from dspark.drafters.stored import EMBEDDING, HEAD, StoredDrafter, is_exchange_format
 
 # Fields of a drafter that the layouts below have a place for, or that follow from others; others are ours alone.
@@ -57,8 +59,9 @@ class Layout:
     architectures: classes that it has beside the exchange format's, which every layout takes; drafters for Gemma4 keep
     both frozen parts, other classes' files are copied as they are.
     needs_markov_head: a drafter without one gets one that adds zero. takes_d2t: a reduced vocabulary stays reduced,
-    with its own head rows. frozen: which of embedding and head the file brings: both, neither, or only what differs
-    from the target's. takes_sliding: with blocks that see each other both ways. takes_embeddings: layer id -1.
+    with its own head rows. takes_eagle3: with query and key norms, as ours have them. frozen: which of embedding and
+    head the file brings: both, neither, or only what differs from the target's. takes_sliding: with blocks that see
+    each other both ways. takes_embeddings: layer id -1.
     """
 
     engine: str
@@ -68,6 +71,7 @@ class Layout:
     frozen: str
     takes_sliding: bool
     takes_embeddings: bool
+    takes_eagle3: bool = False
     architectures: frozenset[str] = frozenset()
 
 
@@ -80,6 +84,7 @@ _VLLM = Layout(
     frozen="changed",
     takes_sliding=True,
     takes_embeddings=True,
+    takes_eagle3=True,
 )
 LAYOUTS = {
     "deepspec": Layout(
@@ -123,6 +128,8 @@ def to_layout(name: str, stored: StoredDrafter, target: FrozenTarget, *, dtype: 
     if stored.architecture in layout.architectures and not is_gemma4:
         note = f"a {stored.architecture} is written as it is stored; nothing of it was checked against {layout.engine}"
         return Exported(stored.content | {"dtype": _name(dtype)}, _cast(stored.tensors, dtype), [note])
+    if stored.architecture in EAGLE3_ARCHITECTURES and layout.takes_eagle3:
+        return _eagle3(name, stored, target, dtype)
     if stored.architecture not in (EXCHANGE_ARCHITECTURE, GEMMA4_ARCHITECTURE, EXTENDED_ARCHITECTURE):
         raise CannotExport(f"{layout.engine} has no class for the architecture {stored.architecture}; {OWN_FORMAT}")
     config = from_deepspec(stored.content)
@@ -173,6 +180,12 @@ def require_expressible(name: str, config: DrafterConfig) -> None:
     if config.learned_mask_embedding and layout.frozen == "neither":
         reason = "there the mask's row is the target's own; train one with drafter.learned_mask_embedding=false"
         raise _refusal(layout, "learned_mask_embedding", True, reason)
+
+
+def _eagle3(name: str, stored: StoredDrafter, target: FrozenTarget, dtype: torch.dtype) -> Exported:
+    notes = ["EAGLE-3 has no confidence head: vLLM estimates acceptance itself"]
+    content = speculators_eagle3_content(stored, target) if name == "speculators" else vllm_eagle3_content(stored)
+    return Exported(content | {"dtype": _name(dtype)}, _cast(vllm_eagle3_tensors(stored), dtype), notes)
 
 
 def _expressed(layout: Layout, config: DrafterConfig) -> set[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.drafters.eagle3 import EAGLE3_ARCHITECTURES
+from dspark.drafters.export_eagle3 import DRAFT_TOKENS
 from dspark.drafters.mtp import MTP_ARCHITECTURE
 
 
@@ -62,6 +63,10 @@ def serving_command(format_name: str, facts: CardFacts, tables: Sequence[str] = 
 
 
 def _vllm_command(facts: CardFacts) -> str:
+    if _kind(facts.content) == "EAGLE-3":
+        tokens = min(DRAFT_TOKENS, facts.content["ttt_length"])
+        options = {"method": "eagle3", "model": ".", "num_speculative_tokens": tokens}
+        return f"vllm serve {facts.target} --speculative-config '{json.dumps(options)}'"
     speculative = {
         "method": "dspark",  # never left to vLLM, which reads the method from the folder's name
         "model": ".",

@@ -16,7 +16,7 @@ from dspark.drafters.export_conversions import CannotExport
 from dspark.drafters.export_formats import EXPRESSED, LAYOUTS, Exported, require_expressible, to_layout
 from dspark.drafters.stored import StoredDrafter, check_tensors, read_stored
 from dspark.errors import Mismatch, MissingInput
-from engine_loaders import LOADERS, vllm_reads_speculators
+from engine_loaders import LOADERS, vllm_loads_eagle3, vllm_reads_eagle3_speculators, vllm_reads_speculators
 from random_autoregressive import random_autoregressive_drafter
 from random_drafter import VARIANTS, random_batch, random_drafter, small_config
 
@@ -240,7 +240,9 @@ def test_other_architectures_are_copied_or_refused_by_name(
     save_drafter(random_autoregressive_drafter(architecture=architecture), tmp_path, dtype=torch.float32)
     stored = read_stored(tmp_path)
     check_tensors(stored, tmp_path)
-    if name in LAYOUTS[layout].architectures:
+    if architecture == "eagle3" and LAYOUTS[layout].takes_eagle3:
+        assert to_layout(layout, stored, target, dtype=torch.float32).notes
+    elif name in LAYOUTS[layout].architectures:
         exported = to_layout(layout, stored, target, dtype=torch.float32)
         assert exported.content == stored.content
         assert exported.tensors.keys() == stored.tensors.keys()
@@ -248,3 +250,26 @@ def test_other_architectures_are_copied_or_refused_by_name(
     else:
         with pytest.raises(CannotExport, match=f"has no class for the architecture {name}; the format dspark keeps"):
             to_layout(layout, stored, target, dtype=torch.float32)
+
+
+EAGLE3 = {
+    "all": {},
+    "reduced": {"draft_vocab_size": 30},
+    "padded": {"valid_vocab_size": 50},
+    "embeddings": {"target_layer_ids": (-1, 2)},
+}
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize("shape", EAGLE3.values(), ids=EAGLE3)
+def test_an_eagle3_export_is_what_vllm_asks_for_and_holds_what_ours_holds(tmp_path, target, layout, shape):
+    save_drafter(random_autoregressive_drafter(architecture="eagle3", **shape), tmp_path, dtype=torch.float32)
+    stored = read_stored(tmp_path)
+    exported = to_layout(layout, stored, target, dtype=torch.float32)
+    content = vllm_reads_eagle3_speculators(exported.content) if layout == "speculators" else exported.content
+    vllm_loads_eagle3(content, exported.tensors, target_vocab_size=VOCABULARY)
+    assert content["eagle_aux_hidden_state_layer_ids"] == [n + 1 for n in stored.content["target_layer_ids"]]
+    assert all(torch.equal(stored.tensors[name], value) for name, value in exported.tensors.items())
+    left_out = stored.tensors.keys() - exported.tensors.keys()
+    frozen = {"embed_tokens.weight"} if "draft_vocab_size" in shape else {"embed_tokens.weight", "lm_head.weight"}
+    assert left_out == frozen
