@@ -14,7 +14,6 @@ from benchmark import drafter_files
 from dspark.config import Config, load_config
 from dspark.data.capture import CacheConfig
 from dspark.data.prompts import Prompt, read_prompts
-from dspark.data.target_cache import TargetCache
 from dspark.errors import Mismatch, MissingInput
 from dspark.evaluation.benchmarking import choose_prompts
 from dspark.evaluation.comparison_report import write_comparison
@@ -27,6 +26,7 @@ from dspark.evaluation.contest import (
     measure,
     run_keys,
     summarize_contest,
+    whole_groups,
 )
 from dspark.evaluation.load_config import ContestConfig
 from dspark.evaluation.profiling import fingerprint_of
@@ -35,10 +35,11 @@ from dspark.targets import target_identity
 from dspark.tracking import Run, TrackingConfig, start_run
 from dspark.training.config import TrainConfig
 from dspark.training.progress import read_history
+from dspark.training.samples import open_samples
 
 CONTEST, COMPARISON, REPORT = "contest.json", "comparison.json", "comparison.html"
-EQUAL_IN_TRAINING = ("steps", "sequences_per_step", "anchors_per_sequence", "seed")
-EQUAL_IN_CACHES = ("answers_fingerprint", "target", "max_length", "min_loss_tokens", "seed")
+EQUAL_IN_TRAINING = ("steps", "sequences_per_step", "anchors_per_sequence", "seed", "initialize_from")
+EQUAL_IN_DATA = ("answers_fingerprint", "target", "dtype", "max_length", "min_loss_tokens", "seed")
 
 log = logging.getLogger("dspark.compare")
 
@@ -80,7 +81,9 @@ def run(config: CompareConfig, *, fresh: bool = False, dry_run: bool = False) ->
     if done and (path.parent / COMPARISON).is_file():
         return _finish(config, training, trained, measured, rows) | {"skipped": True}
     with runner.track(config, "compare") as parent:
-        rows += _measure(config.contest, prompts, to_do, path, request, rows) if to_do else []
+        if to_do:
+            runner.stop_ray()  # what training and evaluation left running would share the cores with what is timed
+            rows += _measure(config.contest, prompts, to_do, path, request, rows)
         result = _finish(config, training, trained, measured, rows)
         for name in (COMPARISON, REPORT):
             parent.log_artifact(path.parent / name)
@@ -103,14 +106,16 @@ def require_alike(training: Mapping[str, TrainConfig]) -> None:
 
 
 def require_same_answers(training: Mapping[str, TrainConfig]) -> None:
-    """Raises: Mismatch when caches hold other answers; MissingInput for one that is not there."""
-    caches = {name: TargetCache(one.cache) for name, one in training.items() if one.cache is not None}
-    (first, wanted), *others = caches.items() or [("", None)]
-    for name, one in others:
-        expected, found = (
-            {key: c.request.get(key) for key in EQUAL_IN_CACHES} | {"samples": len(c)} for c in (wanted, one) if c
-        )
-        require_same(f"caches of {name} and {first}", expected, found, remedy="make both from the same answers")
+    """Raises: Mismatch when they are not trained on the same answers; MissingInput for a cache that is not there."""
+    opened = {name: open_samples(one) for name, one in training.items()}
+    data = {
+        name: {key: source.request.get(key) for key in EQUAL_IN_DATA}
+        | {split: len(source.indices(split)) for split in ("train", "heldout")}
+        for name, source in opened.items()
+    }
+    (first, wanted), *others = data.items()
+    for name, found in others:
+        require_same(f"data of {name} and {first}", wanted, found, remedy="train both on the same answers")
 
 
 def _plan(
@@ -124,9 +129,9 @@ def _plan(
                 stages[f"{kind} {name}"] = job.run(one, dry_run=True)
             except MissingInput as missing:
                 log.info("%s %s cannot be planned yet: %s", kind, name, missing)
-    keys = run_keys(config.contest)
-    print(f"contest: {len(config.contest.entrants)} entrants, {len(keys)} runs", flush=True)
-    return {"stage": "compare", "output": config.output, "dry_run": True, "stages": stages, "runs": len(keys)}
+    num_runs = len(run_keys(config.contest))
+    print(f"contest: {len(config.contest.entrants)} entrants, {num_runs} runs", flush=True)
+    return {"stage": "compare", "output": config.output, "dry_run": True, "stages": stages, "runs": num_runs}
 
 
 def _evaluations(config: CompareConfig, training: Mapping[str, TrainConfig]) -> dict[str, EvaluateConfig]:
@@ -167,8 +172,7 @@ def _earlier_rows(path: Path, request: dict[str, Any], config: ContestConfig) ->
     if fingerprint(earlier["request"]) != fingerprint(request):
         log.info("%s was measured for another request; its runs are left out", path)
         return []
-    wanted = set(run_keys(config))
-    return [row for row in earlier["runs"] if key_of(row) in wanted]
+    return whole_groups(earlier["runs"], config)
 
 
 def _measure(
@@ -205,7 +209,10 @@ def _finish(
     result = {
         "stage": "compare",
         "output": config.output,
-        "drafters": {name: {key: result[key] for key in names} for name, result in trained.items()},
+        "drafters": {
+            name: {"draft_tokens": training[name].drafter.block_size} | {key: result[key] for key in names}
+            for name, result in trained.items()
+        },
         "accepted_length": lengths,
         "contest": summary,
         "notes": read_json(output / CONTEST)["notes"],
@@ -223,21 +230,27 @@ def _finish(
         histories={name: read_history(one.output) for name, one in training.items()},
         contest=summary,
     )
-    print("\n".join([format_lengths(lengths), "", format_contest(summary)]))
-    for note in result["notes"]:
-        print(f"note: {note}")
-    print(f"report: {output / REPORT}", flush=True)
+    draft_tokens = {name: one.drafter.block_size for name, one in training.items()}
+    print("\n".join([format_lengths(lengths, draft_tokens), "", format_contest(summary)]))
+    print("\n".join([*(f"note: {note}" for note in result["notes"]), f"report: {output / REPORT}"]), flush=True)
     return result
 
 
-def format_lengths(lengths: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> str:
-    """Accepted lengths as a table: a line per drafter, a column per mode and domain."""
+def format_lengths(
+    lengths: Mapping[str, Mapping[str, Mapping[str, float | None]]], draft_tokens: Mapping[str, int]
+) -> str:
+    """Accepted lengths as a table: a line per drafter and its draft tokens, a column per mode and domain."""
     columns = [(mode, domain) for mode, by_domain in next(iter(lengths.values())).items() for domain in by_domain]
     width = max(len(name) for name in ["accepted length", *lengths])
-    lines = [f"{'accepted length':<{width}}" + "".join(f"{f'{mode} {domain}':>18}" for mode, domain in columns)]
+    lines = [
+        f"{'accepted length':<{width}}{'of':>4}" + "".join(f"{f'{mode} {domain}':>18}" for mode, domain in columns)
+    ]
     for name, by_mode in lengths.items():
         values = (by_mode[mode].get(domain) for mode, domain in columns)
-        lines.append(f"{name:<{width}}" + "".join(f"{'-' if v is None else f'{v:.3f}':>18}" for v in values))
+        lines.append(
+            f"{name:<{width}}{1 + draft_tokens[name]:>4}"
+            + "".join(f"{'-' if v is None else f'{v:.3f}':>18}" for v in values)
+        )
     return "\n".join(lines)
 
 

@@ -26,6 +26,8 @@ RunStage = Callable[..., dict[str, Any]]
 
 log = logging.getLogger("dspark")
 
+_has_own_cluster = False
+
 INTERRUPTED = 130  # exit status of a process that Ctrl-C ends: 128 + SIGINT
 
 
@@ -83,6 +85,7 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
 
 def start_ray() -> None:
     """Join the cluster that `ray start` or a job submission set up, else start a local one; again is a no-op."""
+    global _has_own_cluster
     import ray  # heavy, and not needed for --help or --dry-run
 
     if ray.is_initialized():
@@ -109,7 +112,18 @@ def start_ray() -> None:
             dashboard_host="127.0.0.1",
             **options,
         )
+        _has_own_cluster = True
         log.info("started a local Ray cluster")
+
+
+def stop_ray() -> None:
+    """Stop a local cluster that `start_ray` started in this process; one that was joined is left as it is."""
+    global _has_own_cluster
+    import ray  # heavy, and loaded by whoever asks
+
+    if _has_own_cluster:
+        ray.shutdown()
+    _has_own_cluster = False
 
 
 def cluster_address() -> str | None:

@@ -22,11 +22,16 @@ def make_tiny_cache(
     *,
     train: int = 12,
     heldout: int = 3,
+    layer_ids: tuple[int, ...] = LAYER_IDS,
     final_states: tuple[str, ...] = (),
+    **asked: Any,
 ) -> TargetCache:
-    """Write a cache of `train` + `heldout` samples of 26 and more tokens in two shards into `folder`; opens it."""
+    """Write a cache of `train` + `heldout` samples of 26 and more tokens in two shards into `folder`; opens it.
+
+    asked: more of what its request says.
+    """
     target_config = TargetConfig(name=str(target_folder), dtype="float32", device="cpu")
-    layer_ids = (*LAYER_IDS, *(final_state_id(name, NUM_LAYERS) for name in final_states))
+    layer_ids = (*layer_ids, *(final_state_id(name, NUM_LAYERS) for name in final_states))
     worker = CaptureWorker(target_config.model_dump(), layer_ids, str(folder), batch_tokens=2000, threads=1)
     planned = _planned(target_config, train, heldout)
     request: dict[str, Any] = {
@@ -34,7 +39,7 @@ def make_tiny_cache(
         "target": target_identity(target_config),
         "chat": ChatConfig().model_dump(),
         "target_layer_ids": list(layer_ids),
-    }
+    } | asked
     writer = TargetCacheWriter(folder)
     writer.begin(request, fresh=False)
     for shard, samples in enumerate((planned[::2], planned[1::2])):

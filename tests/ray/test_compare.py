@@ -113,7 +113,11 @@ def test_the_parent_run_has_a_child_for_each_drafter_and_each_way_of_decoding(co
 
 
 def test_again_it_does_nothing_and_says_the_same(content, result):
+    client = MlflowClient(content["tracking"]["uri"])
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
+    num_runs = len(client.search_runs(ids))
     assert run(content) == result | {"skipped": True}
+    assert len(client.search_runs(ids)) == num_runs
 
 
 def test_more_repeats_are_added_to_the_runs_that_are_there(content, result):
@@ -126,6 +130,13 @@ def test_more_repeats_are_added_to_the_runs_that_are_there(content, result):
     assert {f["repeats"] for by in more["contest"]["greedy"].values() for f in by.values()} == {2}
 
 
+def test_runs_of_another_request_are_left_out(content, result):
+    path = Path(content["output"]) / compare.CONTEST
+    assert len(read_json(path)["runs"]) > 3
+    run(content | {"contest": content["contest"] | {"max_tokens": 5, "concurrency": [1]}})
+    assert [row["output_tokens"] for row in read_json(path)["runs"]] == [10, 10, 10]
+
+
 def test_drafters_of_another_budget_are_not_compared(content, tmp_path):
     other = read_json(content["drafters"]["eagle3"]) | {"steps": 5}
     write_json(tmp_path / "other.yaml", other)
@@ -133,9 +144,17 @@ def test_drafters_of_another_budget_are_not_compared(content, tmp_path):
         run(content | {"drafters": content["drafters"] | {"eagle3": str(tmp_path / "other.yaml")}})
 
 
-def test_drafters_of_other_answers_are_not_compared(content, tmp_path, tiny_target):
-    cache = make_tiny_cache(tmp_path / "cache", tiny_target, train=9)
-    other = read_json(content["drafters"]["eagle3"]) | {"cache": str(cache.folder), "output": str(tmp_path / "d")}
-    write_json(tmp_path / "other.yaml", other)
-    with pytest.raises(Mismatch, match=r"caches of eagle3 and dspark: .* make both from the same answers"):
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"train": 9}, "train is 9 but 12 is asked for"),
+        ({"answers_fingerprint": "fedcba9876543210"}, "answers_fingerprint is 'fedcba9876543210'"),
+        ({"max_length": 30}, "max_length is 30 but None"),
+    ],
+)
+def test_drafters_of_other_answers_are_not_compared(content, tmp_path, tiny_target, other, reason):
+    cache = make_tiny_cache(tmp_path / "cache", tiny_target, **other)
+    train = read_json(content["drafters"]["eagle3"]) | {"cache": str(cache.folder), "output": str(tmp_path / "d")}
+    write_json(tmp_path / "other.yaml", train)
+    with pytest.raises(Mismatch, match=f"data of eagle3 and dspark: {reason}.* train both on the same answers"):
         run(content | {"drafters": content["drafters"] | {"eagle3": str(tmp_path / "other.yaml")}})

@@ -67,6 +67,8 @@ class DrafterShape(Config):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "DrafterShape":
+        if self.from_target and self.architecture != "mtp":
+            raise ValueError(f"from_target is for architecture mtp, not {self.architecture}; leave it out")
         fields = type(self).model_fields
         meant = MEANT_FOR.get(self.architecture, fields.keys() - ONLY_MTP)
         meant = meant - {"draft_vocab_size", "warm_start", *ONLY_MTP} | {"from_target"} if self.from_target else meant
@@ -249,7 +251,7 @@ def _warm_start(backbone: Backbone, target: Any, sample_features: Tensor) -> Non
                 getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight.float())
 
 
-def _is_rescaled(source: Any) -> bool:
+def is_rescaled(source: Any) -> bool:
     """Whether a target's layer has factors (Granite's) that a draft layer does not have."""
     scaling = getattr(source.self_attn, "scaling", None)
     is_other = scaling is not None and abs(scaling * source.self_attn.head_dim**0.5 - 1.0) > 1e-6
@@ -258,7 +260,7 @@ def _is_rescaled(source: Any) -> bool:
 
 def _require_same_form(layer: nn.Module, source: Any, config: DrafterConfig) -> None:
     """Raises: ValueError when the target's layer is not what a draft layer is made from, piece for piece."""
-    if not isinstance(layer, DraftLayer) or _is_rescaled(source):
+    if not isinstance(layer, DraftLayer) or is_rescaled(source):
         raise ValueError(f"draft layers cannot start from {type(source).__name__}; set drafter.warm_start false")
     ours = ("mlp.", "attn_hc.", "ffn_hc.")
     drafted = {name: value.shape for name, value in layer.named_parameters() if not name.startswith(ours)}

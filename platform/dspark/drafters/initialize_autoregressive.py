@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.checkpoint import rope_parameters
 from dspark.drafters.eagle3 import Eagle3Backbone, Eagle3Config, Eagle3Layer, eagle3_drafter
-from dspark.drafters.initialize import INITIAL_STD, DrafterShape, require_sizes
+from dspark.drafters.initialize import DENSE_PROJECTIONS, INITIAL_STD, DrafterShape, is_rescaled, require_sizes
 from dspark.drafters.mtp import MTPBackbone, MTPConfig, MTPModule, mtp_drafter, one_layer_config
 from dspark.target_head import TargetHead
 
@@ -30,12 +30,7 @@ def autoregressive_config(
     """
     target = target.get_text_config(decoder=True)
     require_sizes(target, "rms_norm_eps")
-    head = TargetHead.of(target, valid_vocab_size=valid_vocab_size)
-    if head != TargetHead(head.vocab_size, head.valid_vocab_size):
-        raise ValueError(
-            f"target of type {target.model_type!r} scales, soft-caps or adds to its embeddings or logits; "
-            f"{shape.architecture} drafters do not, use dspark or dflash"
-        )
+    head = plain_head(shape.architecture, target, valid_vocab_size)
     if shape.architecture == "mtp":
         return _mtp_config(shape, target, target_layer_ids, head.valid_vocab_size)
     heads, valid = target.num_attention_heads, head.valid_vocab_size
@@ -57,6 +52,17 @@ def autoregressive_config(
         step_loss_decay=round(math.exp(-1.0 / position_decay), 4),
         dropout=shape.dropout,
     )
+
+
+def plain_head(architecture: str, target: PretrainedConfig, valid_vocab_size: int) -> TargetHead:
+    """The target's head. target: its text config. Raises: ValueError when it is more than products with a matrix."""
+    head = TargetHead.of(target, valid_vocab_size=valid_vocab_size)
+    if head != TargetHead(head.vocab_size, head.valid_vocab_size):
+        raise ValueError(
+            f"target of type {target.model_type!r} scales, soft-caps or adds to its embeddings or logits; "
+            f"{architecture} drafters do not, use dspark or dflash"
+        )
+    return head
 
 
 def _mtp_config(
@@ -121,6 +127,7 @@ def _warm_start(backbone: Eagle3Backbone, target: Any, sample_features: Tensor) 
     decoder, size = target.get_decoder(), backbone.config.hidden_size
     source, layer = decoder.layers[-1], backbone.layers[0]
     assert isinstance(layer, Eagle3Layer)
+    _require_same_form(layer, source, size)
     backbone.fc.weight.zero_()
     backbone.fc.weight[:, -size:] = torch.eye(size)
     backbone.norm.weight.copy_(decoder.norm.weight.float())
@@ -128,10 +135,10 @@ def _warm_start(backbone: Eagle3Backbone, target: Any, sample_features: Tensor) 
     layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight.float())
     attention = layer.self_attn
     for name in ("q_proj", "k_proj", "v_proj"):
-        _copy(getattr(attention, name).weight[:, size:], source, f"self_attn.{name}")
-    _copy(attention.o_proj.weight, source, "self_attn.o_proj")
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        _copy(getattr(layer.mlp, name).weight, source, f"mlp.{name}")
+        getattr(attention, name).weight[:, size:] = getattr(source.self_attn, name).weight.float()
+    attention.o_proj.weight.copy_(source.self_attn.o_proj.weight.float())
+    for name in DENSE_PROJECTIONS:
+        getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight.float())
     normed = layer.hidden_norm(sample_features[:, -size:])
     for norm_name, projection in (("q_norm", attention.q_proj), ("k_norm", attention.k_proj)):
         norm, given = getattr(attention, norm_name), getattr(source.self_attn, norm_name, None)
@@ -168,13 +175,16 @@ def _shape(tensors: dict[str, Tensor], name: str) -> list[int] | None:
     return list(tensors[name].shape) if name in tensors else None
 
 
-def _copy(weight: Tensor, source: Any, name: str) -> None:
-    """Raises: ValueError when the target's layer has no such weight, or one of another shape."""
-    given = dict(source.named_parameters()).get(f"{name}.weight")
-    if given is None or given.shape != weight.shape or f"{name}.bias" in dict(source.named_parameters()):
-        found = "absent" if given is None else f"{list(given.shape)}, with or without a bias"
+def _require_same_form(layer: Eagle3Layer, source: Any, size: int) -> None:
+    """Raises: ValueError when the target's layer is not what the draft layer is made from, piece for piece."""
+    wanted = {name: list(value.shape) for name, value in layer.named_parameters() if name != "hidden_norm.weight"}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        wanted[f"self_attn.{name}.weight"][1] = size  # the other half reads the embedding
+    given = {name: list(value.shape) for name, value in source.named_parameters()}
+    head_norms = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+    names = sorted(n for n in wanted.keys() | given.keys() if given.get(n) != wanted.get(n))
+    if is_rescaled(source) or not (names == [] or (set(names) == head_norms and not head_norms & given.keys())):
+        found = f": its {names[0]} is {given.get(names[0], 'absent')}" if names else " with its scaled attention"
         raise ValueError(
-            f"a draft layer cannot start from {type(source).__name__}: its {name} is {found}; "
-            "set drafter.warm_start false"
+            f"a draft layer cannot start from {type(source).__name__}{found}; set drafter.warm_start false"
         )
-    weight.copy_(given.float())

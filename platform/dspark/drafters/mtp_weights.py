@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.base import final_state_id
-from dspark.drafters.initialize_autoregressive import copy_frozen
+from dspark.drafters.initialize_autoregressive import copy_frozen, plain_head
 from dspark.drafters.mtp import MTPBackbone, MTPConfig, mtp_drafter, one_layer_config
 from dspark.errors import Mismatch, MissingInput
 from dspark.provenance import read_json
@@ -63,11 +63,11 @@ def own_name(name: str, num_layers: int) -> str | None:
     return f"layers.{int(found[1]) - num_layers}.{OUTSIDE_LAYER.get(found[2], 'decoder.layers.0.' + found[2])}"
 
 
-def read_modules(source: str, num_layers: int) -> TargetModules:
-    """The modules in a target's folder or hub id. Raises: MissingInput when there are none."""
+def read_modules(source: str, num_layers: int, *, revision: str | None = None) -> TargetModules:
+    """The modules in a target's folder or hub id at a revision. Raises: MissingInput when there are none."""
     tensors: dict[str, Tensor] = {}
     is_qwen = False
-    for path in _files(source, num_layers):
+    for path in _files(source, num_layers, revision):
         with safe_open(path, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118  # no mapping
                 own = own_name(name, num_layers)
@@ -87,17 +87,23 @@ def target_mtp_drafter(target: Any, *, valid_vocab_size: int, block_size: int | 
     """The target's own MTP modules as a drafter, with its whole vocabulary, frozen. target: the loaded HF causal LM.
 
     block_size: draft tokens of a single module, 5 unless given; several modules give one each.
-    Raises: MissingInput when the target brings none; Mismatch by tensor name when they are not of its own layer's form.
+    Raises: MissingInput when the target brings none; Mismatch by tensor name when they are not of its own layer's form;
+    ValueError for a head that is more than a matrix, or a block_size that several modules do not have.
     """
     shape: PretrainedConfig = target.config.get_text_config(decoder=True)
     source, num_layers = str(target.config._name_or_path), shape.num_hidden_layers
-    modules = read_modules(source, num_layers)
-    valid = min(valid_vocab_size, shape.vocab_size)
+    head = plain_head("mtp", shape, valid_vocab_size)
+    modules = read_modules(source, num_layers, revision=getattr(target.config, "_commit_hash", None))
+    if modules.num_modules > 1 and block_size not in (None, modules.num_modules):
+        raise ValueError(
+            f"block_size {block_size} does not fit target {source}, whose {modules.num_modules} MTP modules draft a "
+            "token each; leave it out"
+        )
     config = MTPConfig(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        valid_vocab_size=valid,
-        draft_vocab_size=valid,
+        valid_vocab_size=head.valid_vocab_size,
+        draft_vocab_size=head.valid_vocab_size,
         target_layer_ids=(final_state_id(modules.hidden_state, num_layers),),
         num_target_layers=num_layers,
         block_size=modules.num_modules if modules.num_modules > 1 else block_size or MAX_REUSED,
@@ -109,7 +115,7 @@ def target_mtp_drafter(target: Any, *, valid_vocab_size: int, block_size: int | 
     backbone = drafter.backbone
     assert isinstance(backbone, MTPBackbone)
     with torch.no_grad():
-        copy_frozen(backbone, target, torch.arange(valid))
+        copy_frozen(backbone, target, torch.arange(head.valid_vocab_size))
     return drafter.eval().requires_grad_(False)
 
 
@@ -146,14 +152,14 @@ def _join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-def _files(source: str, num_layers: int) -> list[str]:
+def _files(source: str, num_layers: int, revision: str | None) -> list[str]:
     """The weight files of a folder or hub id that hold tensors of its MTP modules, as far as an index says so."""
-    index = _find(source, "model.safetensors.index.json")
+    index = _find(source, "model.safetensors.index.json", revision)
     names = ["model.safetensors"]
     if index is not None:
         weight_map: dict[str, str] = read_json(Path(index))["weight_map"]
         names = sorted({file for name, file in weight_map.items() if own_name(name, num_layers) is not None})
-    found = [_find(source, name) for name in names]
+    found = [_find(source, name, revision) for name in names]
     if None in found:
         raise MissingInput(
             f"target {source} has no {names[found.index(None)]}; MTP modules are read from safetensors only"
@@ -161,8 +167,8 @@ def _files(source: str, num_layers: int) -> list[str]:
     return [path for path in found if path is not None]
 
 
-def _find(source: str, name: str) -> str | None:
+def _find(source: str, name: str, revision: str | None) -> str | None:
     if Path(source).is_dir():
         return str(Path(source) / name) if (Path(source) / name).is_file() else None
-    found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    found: str | None = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return found

@@ -36,6 +36,7 @@ class Engine:
     """Serves many requests on one target, with or without a drafter. Not thread-safe: one thread steps it.
 
     draft_capacity: upper bound on the draft tokens of a step, set from outside (a fleet's lease); None = no bound.
+    most_ahead: tokens that a request may hold memory for beyond its committed ones.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class Engine:
         )
         self._target, self._drafts, self._tokenizer = target, drafts, tokenizer
         self._lookup = None if config.lookup is None else Lookup(config.lookup)
-        self._most_ahead = max(self.block_size, self._lookup.block_size if self._lookup else 0)
+        self.most_ahead = max(self.block_size, self._lookup.block_size if self._lookup else 0)
         self._requests = RequestScheduler(
             PagePool(target.num_pages),
             page_size=target.page_size,
             max_running=config.max_running_requests,
-            num_ahead=self._most_ahead,
+            num_ahead=self.most_ahead,
         )
         self._prior = PriorEstimate()
         self._token_kinds = None if tokenizer is None else TokenKinds.of(tokenizer)
@@ -177,7 +178,7 @@ class Engine:
     def _split(self) -> tuple[list[Work], list[RunningRequest]]:
         """Prompt chunks to read beside the decodes, oldest request first, and the requests that decode."""
         decoding = [r for r in self._requests.running.values() if r.is_prefilled]
-        room = max(self._target.page_size, self.config.max_batch_tokens - len(decoding) * (1 + self._most_ahead))
+        room = max(self._target.page_size, self.config.max_batch_tokens - len(decoding) * (1 + self.most_ahead))
         reading = []
         for running in self._requests.running.values():
             if running.is_prefilled or room <= 0:

@@ -22,6 +22,7 @@ from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
 from dspark.engine.target_runner import TargetRunner
 from dspark.errors import MissingInput
+from dspark.numerics import pack_linears
 from dspark.provenance import file_sha256, fingerprint, read_json, require_same
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
@@ -184,6 +185,7 @@ def _draft_runner(drafter: str | None, model: Any, config: EngineConfig, vocabul
     loaded: TrainedDrafter
     if drafter == TARGET_MTP:
         loaded = target_mtp_drafter(model, valid_vocab_size=vocabulary).to(model.device, model.dtype)
+        pack_linears(loaded)
     else:
         loaded = load_drafter(drafter, dtype=model.dtype, device=str(model.device))
     return paged_runner(loaded, num_pages=config.num_pages, page_size=config.page_size)

@@ -21,8 +21,9 @@ def write_comparison(
 ) -> None:
     """Write the comparison.
 
-    drafters: by name, the figures of the training run. evaluations: the content of each `metrics.json`. histories:
-    rows of the training runs. contest: as `contest.summarize_contest` gives it.
+    drafters: by name, the figures of the training run; draft_tokens bounds the accepted length, which is at most 1
+    more. evaluations: the content of each `metrics.json`. histories: rows of the training runs. contest: as
+    `contest.summarize_contest` gives it.
     """
     title = f"Drafters for {target}"
     first = next((name for by in contest.values() for by_entrant in by.values() for name in by_entrant), "the first")
@@ -42,12 +43,12 @@ def write_comparison(
 def _training(drafters: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         [
-            *(name, *(count(figures[key]) for key in ("parameters", "steps", "anchors"))),
+            *(name, *(count(figures[key]) for key in ("draft_tokens", "parameters", "steps", "anchors"))),
             *(decimal(figures["seconds"], 1), decimal(figures["steps_per_s"])),
         ]
         for name, figures in drafters.items()
     ]
-    columns = ["drafter", "trained parameters", "steps", "anchors", "seconds", "steps/s"]
+    columns = ["drafter", "draft tokens", "trained parameters", "steps", "anchors", "seconds", "steps/s"]
     return table("Training", columns, rows, num_text=1)
 
 

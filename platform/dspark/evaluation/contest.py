@@ -44,6 +44,15 @@ def run_keys(config: ContestConfig) -> list[Key]:
     ]
 
 
+def whole_groups(rows: Sequence[dict[str, Any]], config: ContestConfig) -> list[dict[str, Any]]:
+    """Rows of settings whose entrants were all measured: one that was cut short is measured again as a whole."""
+    done = {key_of(row) for row in rows}
+    keys = run_keys(config)
+    cut = {key[:3] for key in keys if key not in done}
+    wanted = {key for key in keys if key[:3] not in cut}
+    return [row for row in rows if key_of(row) in wanted]
+
+
 def key_of(row: Row) -> Key:
     """The key that a row answers."""
     return row["mode"], row["concurrency"], row["repeat"], row["entrant"]
@@ -72,8 +81,8 @@ class Contest:
         for other, its_chat in chats.items():
             require_same(f"entrants {other} and {name}", its_chat.model_dump(), chat.model_dump(), remedy=remedy)
         self._engines: dict[str, Engine] = {name: one.engine for name, one in loaded.items()}
-        block_size = max(engine.block_size for engine in self._engines.values())
-        self._requests = EngineRequests(first, prompts, chat, config, block_size=block_size)
+        num_ahead = max(engine.most_ahead for engine in self._engines.values())
+        self._requests = EngineRequests(first, prompts, chat, config, num_ahead=num_ahead)
         self.notes += self._requests.notes
 
     def warm_up(self) -> None:

@@ -171,9 +171,9 @@ class EngineRequests:
     """The same requests for whichever engine is asked. notes: what a user should know, a line each."""
 
     def __init__(
-        self, loaded: LoadedEngine, prompts: Sequence[Prompt], chat: ChatConfig, config: LoadConfig, *, block_size: int
+        self, loaded: LoadedEngine, prompts: Sequence[Prompt], chat: ChatConfig, config: LoadConfig, *, num_ahead: int
     ) -> None:
-        """block_size: the most draft tokens of a step.
+        """num_ahead: the most tokens of a step that are not committed, see `Engine`.
 
         Raises: ValueError when no prompt fits the target, or the KV memory does not hold what is to run at once.
         """
@@ -188,7 +188,7 @@ class EngineRequests:
             raise ValueError(f"no prompt and max_tokens ({config.max_tokens}) fit the target's context of {limit}")
         if len(self._prompts) < len(prompts):
             self.notes.append(f"{len(prompts) - len(self._prompts)} of {len(prompts)} prompts are too long: left out")
-        self._require_memory(config, loaded.engine.num_pages, block_size)
+        self._require_memory(config, loaded.engine.num_pages, num_ahead)
 
     def first(self, number: int, mode: EvaluationMode, *, max_tokens: int) -> list[GenerationRequest]:
         """So many requests, the same ones whenever they are asked for."""
@@ -199,10 +199,10 @@ class EngineRequests:
             requests.append(GenerationRequest(str(place), ids, mode.sampling, max_tokens, self._stop_ids, seed=seed))
         return requests
 
-    def _require_memory(self, config: LoadConfig, num_pages: int, block_size: int) -> None:
+    def _require_memory(self, config: LoadConfig, num_pages: int, num_ahead: int) -> None:
         """A run that waits for pages would measure another concurrency than it says."""
         most = max(config.concurrency)
-        longest = max(len(ids) for _, ids in self._prompts) + config.max_tokens + block_size
+        longest = max(len(ids) for _, ids in self._prompts) + config.max_tokens + num_ahead
         needed = most * -(-longest // config.engine.page_size)
         if needed > num_pages:
             raise ValueError(
@@ -220,7 +220,7 @@ class EngineLoad:
         loaded = load_engine(target, config.drafter, config=config.engine, num_threads=config.threads)
         self._engines: dict[Side, Engine] = {"plain": plain_twin(loaded), "speculative": loaded.engine}
         chat = chat_of(loaded, source=f"{config.drafter}/provenance.json")
-        self._requests = EngineRequests(loaded, prompts, chat, config, block_size=loaded.engine.block_size)
+        self._requests = EngineRequests(loaded, prompts, chat, config, num_ahead=loaded.engine.most_ahead)
         self.notes = loaded.notes + self._requests.notes
 
     def run(self, side: Side, mode: EvaluationMode, *, concurrency: int, num_requests: int, max_tokens: int) -> LoadRun:

@@ -118,6 +118,9 @@ class ContestConfig(LoadConfig):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "ContestConfig":
         self.require_places()
+        for name in ("verify_length", "lookup"):
+            if getattr(self.engine, name) is not None:
+                raise ValueError(f"engine.{name} has no effect here; give {name} to the entrants that are to have it")
         if self.target is None and all(entrant.drafter in WITHOUT_FOLDER for entrant in self.entrants.values()):
             raise ValueError("no entrant has a folder that names its target: give a target")
         return self

@@ -8,7 +8,15 @@ from dspark.chat import ChatConfig
 from dspark.config import build_config
 from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSet
-from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, check_drafter, drafter_sha256, drafter_target
+from dspark.engine.loading import (
+    CALIBRATION,
+    COST_CURVE,
+    DRAFTER_FILES,
+    WITHOUT_FOLDER,
+    check_drafter,
+    drafter_sha256,
+    drafter_target,
+)
 from dspark.errors import MissingInput
 from dspark.evaluation.config import EvaluateConfig, EvaluationMode
 from dspark.provenance import file_sha256, fingerprint
@@ -69,6 +77,11 @@ def open_subject(config: EvaluateConfig) -> Subject:
     """Raises: MissingInput without a complete drafter folder, or without the cost curve that scheduled lengths need;
     Mismatch if it was trained for another target.
     """
+    if config.drafter in WITHOUT_FOLDER:
+        raise MissingInput(
+            f"drafter {config.drafter!r} has no folder, which evaluation needs; jobs/benchmark.py and jobs/compare.py "
+            "take it"
+        )
     folder = local_folder(config.drafter, (*DRAFTER_FILES, CALIBRATION, COST_CURVE))
     target = config.target or drafter_target(str(folder))
     provenance = check_drafter(str(folder), target)

@@ -70,6 +70,7 @@ def _header(summary: Mapping[str, Any]) -> str:
 
 
 def accepted_lengths(summary: Mapping[str, Any], evaluations: Mapping[str, Mapping[str, Any]]) -> str:
+    """Accepted lengths by drafter, mode and domain; without metrics, what the summary says."""
     columns = ["drafter", "mode", "domain", "prompts", "turns", "rounds", "tau", "95 % interval"]
     rows = [
         [
@@ -87,6 +88,7 @@ def accepted_lengths(summary: Mapping[str, Any], evaluations: Mapping[str, Mappi
 
 
 def positions(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
+    """Every rate by position, all domains together."""
     kinds = {
         "conditional_acceptance": "conditional acceptance",
         "mean_confidence": "mean confidence",

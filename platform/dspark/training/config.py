@@ -77,6 +77,10 @@ class TrainConfig(Config):
             raise ValueError(
                 f"initialize_revision {self.initialize_revision!r} has no effect without initialize_from; leave it out"
             )
+        if self.initialize_from is not None and self.drafter.from_target:
+            raise ValueError(
+                f"initialize_from {self.initialize_from!r} and drafter.from_target are two starts; use one"
+            )
         if self.expert_parallel_size > 1 and self.zero_stage == 0:
             raise ValueError(f"expert_parallel_size {self.expert_parallel_size} needs zero_stage 1 or 2, not 0")
         if self.num_workers % self.expert_parallel_size:

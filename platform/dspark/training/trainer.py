@@ -187,14 +187,14 @@ def _new_drafter(config: TrainConfig, cache: SampleSource, target_config: Target
     """An untrained drafter of the shape that was asked for, for the layers of the target that it reads."""
     target, tokenizer = load_target(target_config), load_tokenizer(target_config)
     train = cache.indices("train")
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     if config.drafter.from_target:
-        drafter = target_mtp_drafter(
-            target, valid_vocab_size=vocabulary_size(tokenizer), block_size=config.drafter.block_size
-        )
-        require_final_states(cache, drafter.target_layer_ids, target.config.num_hidden_layers)
+        asked = config.drafter.block_size if "block_size" in config.drafter.model_fields_set else None
+        drafter = target_mtp_drafter(target, valid_vocab_size=vocabulary_size(tokenizer), block_size=asked)
+        require_final_states(cache, drafter.target_layer_ids, num_layers)
         with_layers(cache, drafter.target_layer_ids)
         return drafter
-    layer_ids = training_layer_ids(config.drafter, cache, target.config.num_hidden_layers)
+    layer_ids = training_layer_ids(config.drafter, cache, num_layers)
     options: dict[str, Any] = {"target_layer_ids": layer_ids, "valid_vocab_size": vocabulary_size(tokenizer)}
     shape: Any
     if config.drafter.architecture in AUTOREGRESSIVE:
@@ -219,7 +219,13 @@ def training_layer_ids(shape: DrafterShape, cache: SampleSource, num_layers: int
     if shape.architecture == "mtp":
         wanted = (final_state_id(shape.hidden_state, num_layers),)
     else:
-        wanted = tuple(i for i in cache.request["target_layer_ids"] if i < num_layers)
+        captured = cache.request["target_layer_ids"]
+        wanted = tuple(i for i in captured if i < num_layers)
+        if not wanted:
+            raise MissingInput(
+                f"{cache.description} holds states {captured} of the target, none of which is that of a decoder layer; "
+                f"set target_layer_ids in jobs/cache.py's config for architecture {shape.architecture}"
+            )
     require_final_states(cache, wanted, num_layers)
     return wanted
 
@@ -253,6 +259,10 @@ def _go_on_from(config: TrainConfig, cache: SampleSource, folder: Location) -> N
     given = {name: value for name, value in given.items() if value != ()}  # no layer is named
     kept = shape.model_dump()
     found = {name: kept.get(KEPT_SHAPE[name]) for name in given}
+    if "hidden_state" in config.drafter.model_fields_set:
+        num_layers = shape.num_target_layers
+        given["target_layer_ids"] = [final_state_id(config.drafter.hidden_state, num_layers)]
+        found["target_layer_ids"] = list(shape.target_layer_ids)
     if given.get("draft_vocab_size", 0) is None:
         given["draft_vocab_size"] = shape.valid_vocab_size
     require_same(

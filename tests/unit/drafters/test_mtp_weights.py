@@ -27,7 +27,7 @@ def test_they_draft_what_the_librarys_own_code_drafts(kind: str, tmp_path: Path)
     if kind != "qwen":  # the library knows the layer's number of the published model only
         numbers = [rf"model\.layers\.{LAYERS + module}.*" for module in range(TARGETS[kind][1])]
         target._keys_to_ignore_on_load_unexpected = numbers
-    drafter = target_mtp_drafter(target, valid_vocab_size=VOCABULARY, block_size=1)
+    drafter = target_mtp_drafter(target, valid_vocab_size=VOCABULARY, block_size=1 if TARGETS[kind][1] == 1 else None)
     num_modules = drafter.config.num_modules
     assert drafter.block_size == num_modules == TARGETS[kind][1]
     ids = torch.randint(0, VOCABULARY, (1, PROMPT + 1), generator=torch.Generator().manual_seed(3))
@@ -111,4 +111,27 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path: Path):
         target_mtp_drafter(target, valid_vocab_size=VOCABULARY)
     save_file(tensors | {name: torch.ones(HIDDEN + 1)}, path)
     with pytest.raises(Mismatch, match=r"layers\.0\.enorm\.weight of its MTP modules has shape \[33\]"):
+        target_mtp_drafter(target, valid_vocab_size=VOCABULARY)
+
+
+def test_modules_come_from_the_revision_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    repository, name = tmp_path / "hub" / "models--someone--model", "layers.0.enorm.weight"
+    for branch, letter in (("main", "a"), ("old", "b")):
+        commit = repository / "snapshots" / (letter * 40)
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / branch).write_text(letter * 40)
+        write_mtp_target(commit, "glm")
+        tensors = load_file(str(commit / "model.safetensors"))
+        tensors[f"model.layers.{LAYERS}.enorm.weight"].fill_(ord(letter))
+        save_file(tensors, str(commit / "model.safetensors"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for revision, letter in ((None, "a"), ("b" * 40, "b")):
+        found = read_modules("someone/model", LAYERS, revision=revision).tensors[name]
+        assert set(found.tolist()) == {ord(letter)}
+
+
+def test_a_target_whose_head_is_more_than_a_matrix_is_refused(tmp_path: Path):
+    target = write_mtp_target(tmp_path, "glm")
+    target.config.logits_scaling = 4.0
+    with pytest.raises(ValueError, match=r"scales, soft-caps or adds .* mtp drafters do not"):
         target_mtp_drafter(target, valid_vocab_size=VOCABULARY)

@@ -16,6 +16,7 @@ from dspark.evaluation.contest import (
     measure,
     run_keys,
     summarize_contest,
+    whole_groups,
 )
 from dspark.evaluation.load_config import ContestConfig
 from dspark.provenance import read_json, write_json
@@ -83,6 +84,28 @@ def test_runs_that_are_compared_stand_next_to_each_other_and_the_order_turns():
     ]
 
 
+def test_a_setting_that_was_cut_short_is_measured_again_as_a_whole():
+    config = config_of(Path("t"), {"none": {}, "other": {"drafter": "ngram", "verify_length": 1}}, repeats=1)
+    keys = run_keys(config)
+    rows = [
+        {"mode": mode, "concurrency": concurrency, "repeat": repeat, "entrant": entrant}
+        for mode, concurrency, repeat, entrant in keys
+    ]
+    assert whole_groups(rows, config) == rows
+    assert whole_groups(rows[:3], config) == rows[:2]  # the third has nobody beside it
+    assert whole_groups(rows, config.with_changes(concurrency=(2,))) == rows[2:]
+
+
+def test_copies_need_room_too(tiny_target, entrants):
+    """Lookup copies up to 15 tokens, more than a drafter's block: memory that is just enough without is not with it."""
+    most = {"kv_tokens": 64, "page_size": 8, "max_running_requests": 2}
+    entrant = entrants["dspark"]
+    alone = config_of(tiny_target, {"a": entrant}, engine=most)
+    Contest(alone, PROMPTS)
+    with pytest.raises(ValueError, match=r"raise engine\.kv_tokens"):
+        Contest(config_of(tiny_target, {"a": entrant | {"lookup": {}}}, engine=most), PROMPTS)
+
+
 def row_of(entrant: str, repeat: int, speed: float, outputs: list[str]) -> dict[str, Any]:
     figures = {"tokens_per_s": speed, "accepted_length": None, "verify_length": 0.0, "token_ms": None}
     return {"mode": "greedy", "concurrency": 1, "repeat": repeat, "entrant": entrant, "outputs": outputs} | figures
@@ -133,6 +156,8 @@ def test_the_target_is_that_of_the_first_drafter(tiny_target, entrants):
         ({}, {}, "entrants"),
         ({"a": {}}, {"target": None}, "give a target"),
         ({"a": {}}, {"concurrency": [3]}, "max_running_requests"),
+        ({"a": {}}, {"engine": {"verify_length": 2}}, "engine.verify_length has no effect here"),
+        ({"a": {}}, {"engine": {"lookup": {}}}, "engine.lookup has no effect here"),
     ],
 )
 def test_a_contest_that_makes_no_sense_is_refused(entrants, changes, reason):

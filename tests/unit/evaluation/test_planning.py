@@ -162,3 +162,9 @@ def test_a_result_without_a_wanted_extra_is_measured_again(drafter, extra):
     wanted = plan_work(config_for(drafter, **extra), open_subject(config), [prompt(1)])
     _, to_do = split_done(wanted, [row_for(item) for item in plain_items])
     assert to_do == [item for item in wanted if item.compare or item.time_plain]
+
+
+@pytest.mark.parametrize("name", ["ngram", "mtp"])
+def test_drafters_without_a_folder_are_sent_to_the_jobs_that_take_them(name):
+    with pytest.raises(MissingInput, match=rf"drafter '{name}' has no folder, .* jobs/benchmark\.py"):
+        open_subject(config_for(name))

@@ -165,6 +165,23 @@ def test_mtp_needs_the_state_at_the_final_norm_at_every_token(tiny_target: Path,
         prepare(config_for(cache, tmp_path / "run", architecture="mtp"), cache, fresh=False)
 
 
+@pytest.mark.parametrize("architecture", ["eagle3", "dflash"])
+def test_a_cache_without_decoder_layers_is_refused_by_those_that_read_them(
+    tiny_target: Path, tmp_path: Path, architecture: str
+):
+    cache = make_tiny_cache(
+        tmp_path / "cache", tiny_target, train=2, heldout=0, layer_ids=(), final_states=("after_norm",)
+    )
+    with pytest.raises(MissingInput, match=r"holds states \[5\] .* none of which is that of a decoder layer"):
+        prepare(config_for(cache, tmp_path / "run", architecture=architecture), cache, fresh=False)
+
+
+def test_modules_of_another_number_than_draft_tokens_are_refused(tmp_path: Path):
+    target = write_mtp_target(tmp_path, "glm, two modules", vocab_size=320)
+    with pytest.raises(ValueError, match=r"block_size 7 does not fit target .* whose 2 MTP modules draft a token each"):
+        target_mtp_drafter(target, valid_vocab_size=320, block_size=7)
+
+
 def test_training_starts_from_the_modules_that_the_target_brings(tmp_path: Path):
     target = write_mtp_target(tmp_path / "target", "glm, two modules", vocab_size=320)
     tiny_tokenizer().save_pretrained(tmp_path / "target")
@@ -186,6 +203,8 @@ def test_training_starts_from_the_modules_that_the_target_brings(tmp_path: Path)
         ({"architecture": "eagle3", "markov_rank": 8}, "markov_rank has no meaning for architecture eagle3"),
         ({"architecture": "mtp", "num_layers": 2}, "num_layers has no meaning for architecture mtp"),
         ({"architecture": "dspark", "num_modules": 2}, "num_modules has no meaning for architecture dspark"),
+        ({"architecture": "eagle3", "from_target": True}, "from_target is for architecture mtp, not eagle3"),
+        ({"architecture": "dspark", "from_target": True}, "from_target is for architecture mtp, not dspark"),
         (
             {"architecture": "mtp", "from_target": True, "warm_start": False},
             "draft_vocab_size has no meaning for architecture mtp from the target",

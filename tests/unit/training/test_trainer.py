@@ -138,6 +138,22 @@ def test_a_released_drafter_that_cannot_be_fetched_is_one_line(cache, tmp_path):
         prepare(config, cache, fresh=False)
 
 
+def test_mtp_goes_on_with_the_state_that_it_read(tmp_path, tiny_target):
+    cache = make_tiny_cache(
+        tmp_path / "cache", tiny_target, train=2, heldout=0, final_states=("before_norm", "after_norm")
+    )
+    make_tiny_drafter(tmp_path / "given", tiny_target, architecture="mtp", layer_ids=(5,))
+    asked = {"architecture": "mtp", "hidden_state": "before_norm"}
+    config = config_for(cache, tmp_path / "run", initialize_from=str(tmp_path / "given"), drafter=asked)
+    with pytest.raises(Mismatch, match=r"target_layer_ids is \[5\] but \[4\] is asked for; leave it out"):
+        prepare(config, cache, fresh=False)
+
+
+def test_two_starts_are_refused(cache, tmp_path):
+    with pytest.raises(ValueError, match=r"initialize_from 'given' and drafter\.from_target exclude each other"):
+        config_for(cache, tmp_path, initialize_from="given", drafter={"architecture": "mtp", "from_target": True})
+
+
 def test_a_revision_without_a_drafter_to_go_on_from_is_refused(cache, tmp_path):
     with pytest.raises(ValueError, match="initialize_revision 'main' has no effect without initialize_from"):
         config_for(cache, tmp_path, initialize_revision="main")
