@@ -9,7 +9,7 @@ from dspark.provenance import read_json, write_json
 from dspark.storage import absolute, locate
 from dspark.tracking import resolve_uri
 from dspark.training.config import TrainConfig
-from dspark.training.samples import open_samples, plan_of
+from dspark.training.samples import open_samples, plan_of, split_indices
 from dspark.transfer import local_file
 
 log = logging.getLogger("dspark.train")
@@ -20,12 +20,12 @@ def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     cache_folder = None if config.cache is None else absolute(config.cache)
     config = config.with_changes(cache=cache_folder, output=absolute(config.output))
     cache = open_samples(config)
-    samples = len(cache.indices("train"))
+    samples = len(split_indices(config, cache, "train"))
     plan = {
         "stage": "train",
         "data": config.data.mode,
         "train_samples": samples,
-        "heldout_samples": len(cache.indices("heldout")),
+        "heldout_samples": len(split_indices(config, cache, "heldout")),
         "steps": config.steps,
         "epochs": round(config.steps * config.sequences_per_step / max(samples, 1), 2),
         "max_anchors": config.steps * config.sequences_per_step * config.anchors_per_sequence,

@@ -24,7 +24,8 @@ class LossPhase(LossWeights):
 class TrainConfig(Config):
     """The train stage.
 
-    cache: folder made by jobs/cache.py; None with data.mode online. output: becomes the drafter's folder.
+    cache: folder made by jobs/cache.py; None with data.mode online. output: becomes the drafter's folder. domains: of
+    the samples to train and validate on ("math" takes "math/gsm8k" too); () takes all.
     initialize_from: a drafter to go on from, a folder or a hub id such as deepseek-ai/dspark_qwen3_4b_block7 at
     initialize_revision (its shape and its vocabulary mapping are kept: what `drafter` says must agree, {} says
     nothing); None starts from the target. sequences_per_step: the global batch, whatever the number of workers.
@@ -38,6 +39,7 @@ class TrainConfig(Config):
     cache: str | None = None
     data: DataConfig = DataConfig()
     output: str
+    domains: tuple[str, ...] = ()
     drafter: DrafterShape
     initialize_from: str | None = None
     initialize_revision: str | None = None

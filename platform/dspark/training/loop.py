@@ -25,7 +25,7 @@ from dspark.training.losses import LossWeights
 from dspark.training.objective import StepTotals, micro_batch_loss, step_totals, weight_sums
 from dspark.training.precision import Autocast
 from dspark.training.progress import DATA_COUNTED, History
-from dspark.training.samples import rank_samples
+from dspark.training.samples import rank_samples, split_indices
 from dspark.training.zero import load_engine, local_device, save_engine, start_engine, warmup_cosine
 
 log = logging.getLogger("dspark.train")
@@ -44,8 +44,8 @@ class TrainLoop:
         use_fast_float32_products()
         self.drafter = load_drafter(run["initial"], device=str(self.device), trainable=True)
         self.cache = rank_samples(config, run.get("samples"), rank=self.rank, layer_ids=self.drafter.target_layer_ids)
-        self.train_indices = self.cache.indices("train")
-        self.validation_indices = self.cache.indices("heldout")[: config.validation_samples]
+        self.train_indices = split_indices(config, self.cache, "train")
+        self.validation_indices = split_indices(config, self.cache, "heldout")[: config.validation_samples]
         shape = self.drafter.config
         self.target_to_draft = torch.full((shape.vocab_size,), -1, dtype=torch.long)
         self.target_to_draft[self.drafter.backbone.d2t.cpu()] = torch.arange(shape.draft_vocab_size)

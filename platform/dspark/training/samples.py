@@ -36,6 +36,19 @@ def open_samples(config: TrainConfig) -> SampleSource:
     )
 
 
+def split_indices(config: TrainConfig, source: SampleSource, split: str) -> list[int]:
+    """Numbers of a split's samples in the domains that are trained on. Raises: ValueError for an unknown domain."""
+    indices = source.indices(split)
+    if not config.domains:
+        return indices
+    known = {name for entry in source.entries for name in (entry.domain, entry.domain.split("/")[0])}
+    missing = [domain for domain in config.domains if domain not in known]
+    if missing:
+        raise ValueError(f"domains {missing} are not in {source.description}; there are {sorted(known)}")
+    wanted = set(config.domains)
+    return [i for i in indices if wanted & {source.entries[i].domain, source.entries[i].domain.split("/")[0]}]
+
+
 @contextlib.contextmanager
 def shared_samples(config: TrainConfig, source: SampleSource) -> Iterator[dict[str, Any] | None]:
     """What the ranks need to open the same samples; online, the target workers are up inside the `with` block."""

@@ -27,7 +27,7 @@ from dspark.storage import Location, locate, remove_tree
 from dspark.targets import TargetConfig, load_target, load_tokenizer, target_identity, vocabulary_size
 from dspark.training.config import TrainConfig
 from dspark.training.loop import FINAL, train_worker
-from dspark.training.samples import shared_samples, with_layers
+from dspark.training.samples import shared_samples, split_indices, with_layers
 from dspark.transfer import staged
 
 log = logging.getLogger("dspark.train")
@@ -61,7 +61,8 @@ FREE_TO_CHANGE = {"tracking", "log_every", "max_worker_failures", "threads_per_w
 
 def train_request(config: TrainConfig, cache: SampleSource) -> dict[str, Any]:
     """What a run's result depends on; a continuation must ask for the same."""
-    return config.model_dump(mode="json", exclude=FREE_TO_CHANGE | {"output", "data"}) | {
+    left_out = FREE_TO_CHANGE | {"output", "data"} | (set() if config.domains else {"domains"})
+    return config.model_dump(mode="json", exclude=left_out) | {
         "cache_request": cache.request,
         "cache_samples": len(cache),
     }
@@ -177,16 +178,16 @@ def _write_initial(config: TrainConfig, cache: SampleSource, folder: Location) -
         cache.request["target"],
         remedy="make the cache again with jobs/cache.py --fresh",
     )
-    train = cache.indices("train")
+    train = split_indices(config, cache, "train")
     if not train:
-        raise DsparkError(f"{cache.description} has no samples of split 'train'; check the prompts' splits")
+        raise DsparkError(f"{cache.description} has no samples to train on; check the prompts' splits and domains")
     save_drafter(_new_drafter(config, cache, target_config), folder, dtype=torch.float32)
 
 
 def _new_drafter(config: TrainConfig, cache: SampleSource, target_config: TargetConfig) -> TrainedDrafter:
     """An untrained drafter of the shape that was asked for, for the layers of the target that it reads."""
     target, tokenizer = load_target(target_config), load_tokenizer(target_config)
-    train = cache.indices("train")
+    train = split_indices(config, cache, "train")
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     if config.drafter.from_target:
         asked = config.drafter.block_size if "block_size" in config.drafter.model_fields_set else None

@@ -1,5 +1,6 @@
 """Which source a config gives, what it plans, and how much of it may be on its way."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dspark.training.samples import (
     plan_of,
     rank_samples,
     require_room,
+    split_indices,
     with_layers,
 )
 from dspark.training.trainer import train_request
@@ -119,3 +121,23 @@ def test_a_run_may_go_on_with_other_target_workers_but_not_with_other_states(ans
     assert request() == request(target_workers=3, steps_ahead=4, keep_bytes=10, batch_tokens=100)
     assert request() != request(target_layer_ids=(0, 1))
     assert request() != request(max_length=30)
+
+
+@pytest.mark.parametrize(
+    ("domains", "wanted"),
+    [((), [0, 1, 2, 3]), (("math",), [0, 1]), (("math/gsm8k",), [1]), (("chat", "math/gsm8k"), [1, 3])],
+)
+def test_only_samples_of_the_domains_asked_for_are_trained_on(tiny_target: Path, tmp_path: Path, domains, wanted):
+    cache = make_tiny_cache(tmp_path, tiny_target, train=4, heldout=1)
+    domain_of = dict(zip(cache.indices("train"), ("math", "math/gsm8k", "code", "chat"), strict=True))
+    cache.entries[:] = [replace(entry, domain=domain_of.get(i, "math")) for i, entry in enumerate(cache.entries)]
+    config = config_for({"cache": str(cache.folder)}, domains=domains)
+    assert split_indices(config, cache, "train") == [cache.indices("train")[place] for place in wanted]
+    is_named = "domains" in train_request(config, cache)
+    assert is_named == bool(domains)  # a run without stays the same as before there were any
+
+
+def test_a_domain_that_is_not_there_is_named(tiny_target: Path, tmp_path: Path):
+    cache = make_tiny_cache(tmp_path, tiny_target, train=2, heldout=1)
+    with pytest.raises(ValueError, match=r"domains \['law'\] are not in .*; there are \['chat'\]"):
+        split_indices(config_for({"cache": str(cache.folder)}, domains=["law"]), cache, "train")

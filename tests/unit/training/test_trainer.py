@@ -178,7 +178,7 @@ def test_a_whole_vocabulary_has_every_token(cache: TargetCache):
 
 def test_a_cache_without_training_samples_is_an_error(tiny_target: Path, tmp_path: Path):
     cache = make_tiny_cache(tmp_path / "cache", tiny_target, train=0, heldout=2)
-    with pytest.raises(DsparkError, match="has no samples of split 'train'; check the prompts' splits"):
+    with pytest.raises(DsparkError, match="has no samples to train on; check the prompts' splits and domains"):
         prepare(config_for(cache, tmp_path / "run"), cache, fresh=False)
 
 
