@@ -13,6 +13,9 @@ class EngineConfig(Config):
     """Tokens per page of KV memory."""
     kv_tokens: int = Field(16384, ge=1)
     """Tokens of KV memory, for all requests together; the target's and the drafter's memory have this length each."""
+    prefix_cache: bool = True
+    """Keep whole pages of read text after their request has ended, and share them with requests that begin alike. What
+    is cached is given up as soon as running requests need the memory."""
     max_running_requests: int = Field(32, ge=1)
     """Requests in one step; others wait."""
     max_batch_tokens: int = Field(512, ge=1)
@@ -32,3 +35,10 @@ class EngineConfig(Config):
     @property
     def num_pages(self) -> int:
         return -(-self.kv_tokens // self.page_size)
+
+
+class MeasuredEngineConfig(EngineConfig):
+    """The engine of the jobs that measure: what one request finds must not depend on those before it."""
+
+    prefix_cache: bool = False
+    """Off, so that figures compare; on, prompts that were read before cost nothing."""
