@@ -79,6 +79,11 @@ class MTPConfig(Config):
         return False
 
     @property
+    def max_position_embeddings(self) -> int | None:
+        """Positions its layer was made for; None when it does not say."""
+        return self.block.get("max_position_embeddings")
+
+    @property
     def widest_window(self) -> None:
         """All context is seen."""
         return

@@ -1,9 +1,12 @@
 """The engine's settings."""
 
+import pydantic
 from pydantic import Field
 
 from dspark.config import Config
 from dspark.engine.lookup import LookupConfig
+
+KV_TOKENS = 16_384
 
 
 class EngineConfig(Config):
@@ -11,8 +14,14 @@ class EngineConfig(Config):
 
     page_size: int = Field(16, ge=1)
     """Tokens per page of KV memory."""
-    kv_tokens: int = Field(16384, ge=1)
-    """Tokens of KV memory, for all requests together; the target's and the drafter's memory have this length each."""
+    kv_tokens: int | None = Field(None, ge=1)
+    """Tokens of KV memory, for all requests together; the target's and the drafter's memory have this length each. None
+    takes 16,384, or what kv_memory_bytes holds."""
+    kv_memory_bytes: int | None = Field(None, ge=1)
+    """Bytes of KV memory of target and drafter together, instead of kv_tokens; the tokens it holds are logged."""
+    prefix_cache: bool = True
+    """Keep whole pages of read text after their request has ended, and share them with requests that begin alike. What
+    is cached is given up as soon as running requests need the memory."""
     max_running_requests: int = Field(32, ge=1)
     """Requests in one step; others wait."""
     max_batch_tokens: int = Field(512, ge=1)
@@ -29,6 +38,23 @@ class EngineConfig(Config):
     probe_every: int = Field(64, ge=1)
     """Steps after which a request that is not worth drafting for is tried again."""
 
+    @pydantic.model_validator(mode="after")
+    def _check_memory(self) -> "EngineConfig":
+        if self.kv_tokens is not None and self.kv_memory_bytes is not None:
+            raise ValueError(
+                f"kv_tokens ({self.kv_tokens}) and kv_memory_bytes ({self.kv_memory_bytes}) both size the KV memory; "
+                "give one of them"
+            )
+        return self
+
     @property
     def num_pages(self) -> int:
-        return -(-self.kv_tokens // self.page_size)
+        assert self.kv_memory_bytes is None, "how many pages the bytes hold depends on target and drafter"
+        return -(-(self.kv_tokens or KV_TOKENS) // self.page_size)
+
+
+class MeasuredEngineConfig(EngineConfig):
+    """The engine of the jobs that measure: what one request finds must not depend on those before it."""
+
+    prefix_cache: bool = False
+    """Off, so that figures compare; on, prompts that were read before cost nothing."""

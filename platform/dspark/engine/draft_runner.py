@@ -31,15 +31,31 @@ class DraftRequest:
 
 
 class DraftRunner(Protocol):
-    """Drafts for the engine. kind: "dspark", "dflash", "ngram", …, as shown to users."""
+    """Drafts for the engine. kind: "dspark", "dflash", "ngram", …, as shown to users.
+
+    max_context_tokens: positions it was made for, its block included; None = any. num_reread: features of a context's
+    newest tokens that it is given whatever its pages hold already; None = of all tokens, it keeps nothing in pages.
+    num_ids_behind: tokens behind a token that what it stores of that one depends on.
+    """
 
     kind: str
     block_size: int
     target_layer_ids: tuple[int, ...]
     has_confidence: bool
+    max_context_tokens: int | None
+    num_reread: int | None
+    num_ids_behind: int
 
-    def new_memory(self, table: PageTable) -> Any:
-        """What the drafter keeps of one request; `table` says where its pages are."""
+    def new_memory(self, table: PageTable, stored_ids: Sequence[int] = ()) -> Any:
+        """What the drafter keeps of one request; `table` says where its pages are, which hold `stored_ids` already."""
+        ...
+
+    def num_stored(self, memory: Any) -> int:
+        """Tokens of the context that its pages hold for good; whatever else it keeps needs no page."""
+        ...
+
+    def store(self, memory: Any) -> None:
+        """Store in pages what was put off until the request is drafted for."""
         ...
 
     def extend(self, memory: Any, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
@@ -62,10 +78,20 @@ class SequentialDraftRunner:
         self.has_confidence = has_confidence
         self.block_size = drafter.block_size
         self.target_layer_ids = drafter.target_layer_ids
+        self.max_context_tokens: int | None = None
+        self.num_reread: int | None = None
+        self.num_ids_behind = 0
         self._drafter = drafter
 
-    def new_memory(self, table: PageTable) -> Any:
+    def new_memory(self, table: PageTable, stored_ids: Sequence[int] = ()) -> Any:
+        assert not stored_ids, "this drafter keeps nothing in pages"
         return self._drafter.new_state()
+
+    def num_stored(self, memory: Any) -> int:
+        return 0
+
+    def store(self, memory: Any) -> None:
+        """Nothing is put off."""
 
     def extend(self, memory: Any, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
         if isinstance(self._drafter, ReadsTokens):
@@ -92,13 +118,25 @@ class NGramDraftRunner:
     kind = "ngram"
     has_confidence = False
     target_layer_ids: tuple[int, ...] = ()
+    max_context_tokens: int | None = None
+    num_reread: int | None = 0
+    num_ids_behind = 0
 
     def __init__(self, drafter: NGramDrafter) -> None:
         self.block_size = drafter.block_size
         self._drafter = drafter
 
-    def new_memory(self, table: PageTable) -> Any:
-        return self._drafter.new_state()
+    def new_memory(self, table: PageTable, stored_ids: Sequence[int] = ()) -> Any:
+        state = self._drafter.new_state()
+        self._drafter.extend_ids(state, stored_ids)
+        return state
+
+    def num_stored(self, memory: Any) -> int:
+        """All it knows: it needs no page."""
+        return int(memory.num_tokens)
+
+    def store(self, memory: Any) -> None:
+        """Nothing is put off."""
 
     def extend(self, memory: Any, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
         self._drafter.extend_ids(memory, committed_ids)

@@ -21,10 +21,11 @@ from dspark.engine.lookup import Lookup
 from dspark.engine.output_text import OutputText
 from dspark.engine.policy import SpeculationPolicy
 from dspark.engine.request import GenerationRequest, check_request, commit
+from dspark.engine.request_memory import RequestMemory
 from dspark.engine.request_scheduler import RequestScheduler
 from dspark.engine.running import RunningRequest
 from dspark.engine.stats import EngineStats
-from dspark.engine.step import StepOutput, Work, decode, judge, read_prompt
+from dspark.engine.step import StepOutput, Work, decode, judge
 from dspark.engine.target_runner import TargetOutput, TargetRunner
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
@@ -64,12 +65,15 @@ class Engine:
         self._target, self._drafts, self._tokenizer = target, drafts, tokenizer
         self._lookup = None if config.lookup is None else Lookup(config.lookup)
         self.most_ahead = max(self.block_size, self._lookup.block_size if self._lookup else 0)
-        self._requests = RequestScheduler(
+        self._memory = RequestMemory(
             PagePool(target.num_pages),
+            drafts,
             page_size=target.page_size,
-            max_running=config.max_running_requests,
             num_ahead=self.most_ahead,
+            prefix_cache=config.prefix_cache,
+            stats=self.stats,
         )
+        self._requests = RequestScheduler(self._memory, max_running=config.max_running_requests, stats=self.stats)
         self._prior = PriorEstimate()
         self._token_kinds = None if tokenizer is None else TokenKinds.of(tokenizer)
         self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=target.device), None, None)
@@ -105,36 +109,44 @@ class Engine:
         return len(self._requests.waiting)
 
     @property
+    def pool(self) -> PagePool:
+        """The pages of KV memory."""
+        return self._memory.pool
+
+    @property
     def num_free_pages(self) -> int:
-        return self._requests.pool.num_free
+        """Pages that no request needs yet: blank, cached, or lent to one that may grow into them."""
+        return self._memory.num_free(list(self._requests.running.values()))
 
     @property
     def num_pages(self) -> int:
-        return self._requests.pool.num_pages
+        return self.pool.num_pages
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises: ValueError (what, value, remedy) when it can never run."""
         check_request(request, max_context_tokens=self.max_context_tokens, block_size=self.block_size)
-        self._requests.add(request)
+        self._requests.check_new(request)
+        self._requests.add(self._start(request))
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; an unknown id is a no-op."""
-        if self._requests.release(request_id) is not None:
+        if self._requests.release(request_id, is_aborted=True) is not None:
             self.stats.finished["abort"] += 1
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One engine step; [] when there is nothing to do."""
         started = time.perf_counter()
-        self._requests.admit(self._start)
-        reading, decoding = self._split()
+        self._requests.make_room()
+        self._requests.admit()
+        reading, decoding = self._requests.split(self.config.max_batch_tokens, num_ahead=self.most_ahead)
         if not reading and not decoding:
             return []
         if self._lookup is not None:
             self.policy.choose_copies(decoding, self._lookup)
         prefill_tokens = sum(len(work.piece.token_ids) for work in reading)
         proposals = self._propose(decoding, self.policy.choose(decoding, prefill_tokens=prefill_tokens))
-        lengths = self._allocate(decoding, proposals, prefill_tokens)
+        lengths = self.policy.verify_lengths(decoding, proposals, prefill_tokens=prefill_tokens)
         works = reading + [
             decode(running, proposal.first(length))
             for running, proposal, length in zip(decoding, proposals, lengths, strict=True)
@@ -144,14 +156,14 @@ class Engine:
         verdicts = judge(works, batch, output := self._target.run(batch))
         verified_at = time.perf_counter()
         outputs = self._commit(works, verdicts, batch, output)
-        self._count(batch, started, drafted_at, verified_at)
+        self.stats.add_step(batch.num_tokens, [started, drafted_at, verified_at, time.perf_counter()])
         return outputs
 
     def check(self) -> None:
         """Nothing is lost or held twice; cheap enough to run whenever the engine is idle."""
         self._requests.check()
 
-    def _start(self, request: GenerationRequest, table: PageTable) -> RunningRequest:
+    def _start(self, request: GenerationRequest) -> RunningRequest:
         generator = None
         if request.sampling.temperature > 0:
             generator = torch.Generator(self._target.device)
@@ -161,8 +173,8 @@ class Engine:
                 generator.manual_seed(request.seed)
         return RunningRequest(
             request=request,
-            table=table,
-            memory=None if self._drafts is None else self._drafts.new_memory(table),
+            table=PageTable([], self._target.page_size),
+            memory=None,
             text=self._new_text(request),
             generator=generator,
             estimate=AcceptanceEstimate(self._prior),
@@ -175,18 +187,6 @@ class Engine:
         detokenizer = Detokenizer(self._tokenizer, kinds=self._token_kinds)
         return OutputText(detokenizer, request.stop_strings)
 
-    def _split(self) -> tuple[list[Work], list[RunningRequest]]:
-        """Prompt chunks to read beside the decodes, oldest request first, and the requests that decode."""
-        decoding = [r for r in self._requests.running.values() if r.is_prefilled]
-        room = max(self._target.page_size, self.config.max_batch_tokens - len(decoding) * (1 + self.most_ahead))
-        reading = []
-        for running in self._requests.running.values():
-            if running.is_prefilled or room <= 0:
-                continue
-            reading.append(read_prompt(running, room))
-            room -= len(reading[-1].piece.token_ids)
-        return reading, decoding
-
     def _propose(self, decoding: Sequence[RunningRequest], wanted: Sequence[int]) -> list[Proposal]:
         """A proposal per request: its copy, or what the drafter says where it is wanted, or none."""
         proposals = [self._nothing] * len(decoding)
@@ -195,7 +195,8 @@ class Engine:
             if running.is_copied and running.copies is not None:
                 proposals[i] = running.copies.proposal(self._target.device)
             else:
-                running.steps_undrafted = 0 if wanted[i] > 0 else running.steps_undrafted + 1
+                is_left_out = running.is_draftable and not wanted[i]
+                running.steps_undrafted = running.steps_undrafted + 1 if is_left_out else 0
         if chosen and self._drafts is not None:
             asked = [
                 DraftRequest(
@@ -216,15 +217,6 @@ class Engine:
         self.stats.drafted_tokens += sum(drafted)
         return proposals
 
-    def _allocate(
-        self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal], prefill_tokens: int
-    ) -> list[int]:
-        survival = self.policy.survival(decoding, proposals)
-        for running, proposal, row in zip(decoding, proposals, survival, strict=True):
-            if proposal.confidence_logits is not None:
-                running.estimate.observe(row)
-        return self.policy.allocate(decoding, survival, prefill_tokens=prefill_tokens)
-
     def _commit(
         self, works: Sequence[Work], verdicts: Sequence[Verdict | None], batch: FlatBatch, output: TargetOutput
     ) -> list[StepOutput]:
@@ -236,9 +228,11 @@ class Engine:
             if work.proposal is not None and verdict is not None:
                 table.truncate(start + verdict.accepted_length)  # both caches: what was rejected is written over
             hidden = None if output.hidden is None else output.hidden[first : first + table.num_tokens - start]
+            if work.proposal is None:
+                self.stats.add_read(len(work.piece.token_ids), is_again=running.is_resumed)
             if verdict is None:
-                self._extend(running, work.piece.token_ids, hidden)
-                self.stats.prompt_tokens += len(work.piece.token_ids)
+                anchor = [running.anchor_id] if running.is_prefilled else []  # drawn before it was preempted
+                self._extend(running, [*work.piece.token_ids, *anchor], hidden)
                 continue
             outputs.append(self._commit_one(work, verdict, hidden))
         return outputs
@@ -254,9 +248,7 @@ class Engine:
         )
         running.output_ids += ended.kept
         done = None
-        if work.proposal is None:
-            self.stats.prompt_tokens += len(work.piece.token_ids)
-        else:
+        if work.proposal is not None:
             done = self._count_round(running, work.proposal, verdict, len(ended.kept))
         self.stats.output_tokens += len(ended.kept)
         if ended.finish_reason is None:
@@ -285,14 +277,9 @@ class Engine:
         return Round(proposal.num_tokens, verdict.num_accepted, num_committed, logits)
 
     def _extend(self, running: RunningRequest, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
-        if self._drafts is not None:
+        if self._drafts is not None and running.is_draftable:
             self._drafts.extend(running.memory, committed_ids, hidden)
         if self._lookup is not None and running.copies is not None:
-            self._lookup.extend(running.copies, committed_ids)
-
-    def _count(self, batch: FlatBatch, started: float, drafted_at: float, verified_at: float) -> None:
-        self.stats.steps += 1
-        self.stats.batch_tokens += batch.num_tokens
-        self.stats.draft_s += drafted_at - started
-        self.stats.verify_s += verified_at - drafted_at
-        self.stats.step_s += time.perf_counter() - started
+            stop = running.num_known if running.is_prefilled else running.table.num_tokens
+            self._lookup.extend(running.copies, running.ids(running.copies.num_tokens, stop))
+        self._memory.publish(running)

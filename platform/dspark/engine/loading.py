@@ -14,13 +14,14 @@ from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.mtp_weights import target_mtp_drafter
 from dspark.drafters.ngram import NGramDrafter
+from dspark.engine.capacity import with_capacity
 from dspark.engine.config import EngineConfig
 from dspark.engine.draft_runner import DraftRunner, NGramDraftRunner
 from dspark.engine.engine import Engine
 from dspark.engine.hidden_states import check_layer_ids
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
-from dspark.engine.target_runner import TargetRunner
+from dspark.engine.target_runner import TargetRunner, kv_bytes_per_token
 from dspark.errors import MissingInput
 from dspark.numerics import pack_linears
 from dspark.provenance import file_sha256, fingerprint, read_json, require_same
@@ -91,7 +92,9 @@ def load_engine(
         drafter = str(local_folder(str(drafter), (*DRAFTER_FILES, CALIBRATION, COST_CURVE)))
     provenance = None if drafter in WITHOUT_FOLDER else check_drafter(str(drafter), target)
     tokenizer, model, stop_ids = _load_target(target) if shared is None else _target_of(shared)
-    drafts = _draft_runner(drafter, model, config, vocabulary_size(tokenizer))
+    loaded = _load_drafter(drafter, model, vocabulary_size(tokenizer))
+    config = _sized(config, model, loaded)
+    drafts = _draft_runner(loaded, config)
     if drafts is not None and drafts.target_layer_ids:
         check_layer_ids(drafts.target_layer_ids, load_target_config(target).num_hidden_layers)
     curve, calibration = None, None
@@ -176,22 +179,46 @@ def drafter_sha256(folder: str | Path) -> str:
     return fingerprint([file_sha256(locate(folder) / name) for name in DRAFTER_FILES[:2]])
 
 
-def _draft_runner(drafter: str | None, model: Any, config: EngineConfig, vocabulary: int) -> DraftRunner | None:
+def _load_drafter(drafter: str | None, model: Any, vocabulary: int) -> NGramDrafter | TrainedDrafter | None:
     if drafter is None:
         return None
     if drafter == NGRAM:
-        return NGramDraftRunner(NGramDrafter())
+        return NGramDrafter()
     # The drafter computes in the target's type: its inputs are the target's own states.
-    loaded: TrainedDrafter
     if drafter == TARGET_MTP:
         loaded = target_mtp_drafter(model, valid_vocab_size=vocabulary).to(model.device, model.dtype)
         pack_linears(loaded)
-    else:
-        loaded = load_drafter(drafter, dtype=model.dtype, device=str(model.device))
-    return paged_runner(loaded, num_pages=config.num_pages, page_size=config.page_size)
+        return loaded
+    return load_drafter(drafter, dtype=model.dtype, device=str(model.device))
 
 
-def paged_runner(drafter: TrainedDrafter, *, num_pages: int, page_size: int) -> DraftRunner:
+def _sized(config: EngineConfig, model: Any, drafter: NGramDrafter | TrainedDrafter | None) -> EngineConfig:
+    """The config with the KV memory's size in tokens."""
+    if config.kv_memory_bytes is None:
+        return config
+    target_bytes = kv_bytes_per_token(model)
+    if drafter is None or isinstance(drafter, NGramDrafter):
+        return with_capacity(config, target_bytes=target_bytes)
+    one_token = paged_runner(drafter, num_pages=1, page_size=1)
+    return with_capacity(
+        config,
+        target_bytes=target_bytes,
+        drafter_bytes=one_token.kv_cache.num_bytes,
+        request_bytes=one_token.bytes_per_request,
+    )
+
+
+def _draft_runner(drafter: NGramDrafter | TrainedDrafter | None, config: EngineConfig) -> DraftRunner | None:
+    if drafter is None:
+        return None
+    if isinstance(drafter, NGramDrafter):
+        return NGramDraftRunner(drafter)
+    return paged_runner(drafter, num_pages=config.num_pages, page_size=config.page_size)
+
+
+def paged_runner(
+    drafter: TrainedDrafter, *, num_pages: int, page_size: int
+) -> PagedDraftRunner | PagedAutoregressiveRunner:
     """The runner of a drafter's kind, its context in pages."""
     if isinstance(drafter, AutoregressiveDrafter):
         return PagedAutoregressiveRunner(drafter, num_pages=num_pages, page_size=page_size)

@@ -39,6 +39,11 @@ class CopyMemory:
     copied: list[int] = field(default_factory=list)
     is_used: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it was told."""
+        return self.state.num_tokens
+
     def survival(self) -> list[float]:
         """Expected survival of the copied tokens, from how far earlier copies held."""
         return self.estimate.survival(len(self.copied))

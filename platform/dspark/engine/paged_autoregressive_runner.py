@@ -86,6 +86,9 @@ class PagedAutoregressiveRunner:
         self.kind = config.architecture
         self.block_size = config.block_size
         self.target_layer_ids = config.target_layer_ids
+        self.max_context_tokens: int | None = config.max_position_embeddings
+        self.num_reread: int | None = 1
+        self.num_ids_behind = config.num_modules  # a row reads the token behind it, in each further module one more
         self._backbone = drafter.backbone
         self._num_modules = config.num_modules
         self._vocab_size = config.vocab_size
@@ -97,8 +100,16 @@ class PagedAutoregressiveRunner:
             device=weight.device,
         )
 
-    def new_memory(self, table: PageTable) -> AutoregressiveMemory:
-        return AutoregressiveMemory(table)
+    @property
+    def bytes_per_request(self) -> int:
+        """Of memory outside of pages."""
+        return 0
+
+    def new_memory(self, table: PageTable, stored_ids: Sequence[int] = ()) -> AutoregressiveMemory:
+        return AutoregressiveMemory(table, list(stored_ids), num_stored=len(stored_ids))
+
+    def num_stored(self, memory: AutoregressiveMemory) -> int:
+        return memory.num_stored
 
     @torch.inference_mode()
     def extend(self, memory: AutoregressiveMemory, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
@@ -107,7 +118,7 @@ class PagedAutoregressiveRunner:
         if hidden is not None and hidden.shape[0]:
             memory.pending.append(hidden)
         if memory.num_pending > MAX_PENDING_TOKENS:
-            self._store(memory)
+            self.store(memory)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -122,7 +133,7 @@ class PagedAutoregressiveRunner:
             draws.draw(self._backbone.base_logits(self._backbone.head_inputs(states)))
         for memory in memories:
             if memory.num_pending > MAX_REPEATED_ROWS:
-                self._store(memory)
+                self.store(memory)
         return draws.proposals()
 
     def _chain(self, memories: Sequence[AutoregressiveMemory], draws: Draws) -> Iterator[Tensor]:
@@ -160,7 +171,8 @@ class PagedAutoregressiveRunner:
                     self._settle(memory, None)
             yield states[last]
 
-    def _store(self, memory: AutoregressiveMemory) -> None:
+    @torch.inference_mode()
+    def store(self, memory: AutoregressiveMemory) -> None:
         """Store what is settled of a request that is not drafted for."""
         settled = self._num_settled(memory)
         if settled <= memory.num_stored:

@@ -74,6 +74,10 @@ class PagedDraftRunner:
         self._place = [self._is_sliding[:layer].count(sliding) for layer, sliding in enumerate(self._is_sliding)]
         self._ring_shapes = [shape] * self._is_sliding.count(True)
         self._window = config.sliding_window or 0
+        self.max_context_tokens: int | None = config.max_position_embeddings
+        # Rings are not in pages: what the first slot sees of them, the window's context tokens, is given anew.
+        self.num_reread: int | None = self._window - 1 if any(self._is_sliding) else 1
+        self.num_ids_behind = 0
         self.kv_cache = PagedKVCache(
             [shape] * self._is_sliding.count(False),
             num_slots=num_pages * page_size,
@@ -86,13 +90,26 @@ class PagedDraftRunner:
         """What slot 0 sees, window - 1 context tokens, and the block."""
         return self._window - 1 + self.block_size
 
-    def new_memory(self, table: PageTable) -> DraftMemory:
-        if not self._ring_shapes:
-            return DraftMemory(table)
-        dtype = self._backbone.fc.weight.dtype
-        return DraftMemory(
-            table, WindowRing(self._ring_shapes, num_slots=self._ring_slots, dtype=dtype, device=self._device)
-        )
+    @property
+    def bytes_per_request(self) -> int:
+        """Of memory outside of pages: the ring's."""
+        per_slot = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in self._ring_shapes)
+        return per_slot * self._ring_slots * self._backbone.fc.weight.element_size()
+
+    def new_memory(self, table: PageTable, stored_ids: Sequence[int] = ()) -> DraftMemory:
+        memory = DraftMemory(table, num_tokens=len(stored_ids))
+        if self._ring_shapes:
+            dtype = self._backbone.fc.weight.dtype
+            memory.ring = WindowRing(self._ring_shapes, num_slots=self._ring_slots, dtype=dtype, device=self._device)
+        return memory
+
+    def num_stored(self, memory: DraftMemory) -> int:
+        return memory.num_tokens
+
+    @torch.inference_mode()
+    def store(self, memory: DraftMemory) -> None:
+        if memory.pending:
+            self._store([memory])
 
     def extend(self, memory: DraftMemory, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
         """Keep the features; they are stored when the request is drafted for, all requests' in one pass."""

@@ -100,6 +100,16 @@ class SpeculationPolicy:
                 wanted.append(min(limits[i], lengths[i] + NUM_AHEAD) if chosen[i] or running.is_probed else 0)
         return wanted
 
+    def verify_lengths(
+        self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal], *, prefill_tokens: int
+    ) -> list[int]:
+        """Draft tokens to verify, per request; what confidences say of these proposals is taken in for later steps."""
+        survival = self.survival(decoding, proposals)
+        for running, proposal, row in zip(decoding, proposals, survival, strict=True):
+            if proposal.confidence_logits is not None:
+                running.estimate.observe(row)
+        return self.allocate(decoding, survival, prefill_tokens=prefill_tokens)
+
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
         """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
         rows = [
@@ -175,7 +185,7 @@ class SpeculationPolicy:
         return running.estimate.survival(num_tokens)
 
     def _fitting(self, running: RunningRequest, length: int) -> int:
-        return max(0, min(length, running.room, self.block_size))
+        return max(0, min(length, running.room, self.block_size)) if running.is_draftable else 0
 
     def _is_stale(self, running: RunningRequest) -> bool:
         return 2 * running.steps_undrafted >= self.probe_every

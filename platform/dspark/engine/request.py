@@ -16,7 +16,8 @@ class GenerationRequest:
 
     max_tokens: output ends after so many at the latest. stop_ids: any of them ends output and is its last id, without
     text. stop_strings: the text ends before the first one. seed: of sampled output; None draws differently each time.
-    verify_length: draft tokens verified per step, 0..block_size; None lets the scheduler decide.
+    verify_length: draft tokens verified per step, 0..block_size; None lets the scheduler decide. priority: of smaller
+    ones is served earlier and preempted later; among equal ones, first come, first served.
     Raises: ValueError for an empty stop string.
     """
 
@@ -28,6 +29,7 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
     verify_length: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:

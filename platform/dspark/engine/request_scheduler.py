@@ -1,62 +1,103 @@
-"""Admission: which requests run, in the order in which they came."""
+"""Admission and preemption: which requests run, by priority and in the order in which they came."""
 
-from collections import deque
-from collections.abc import Callable
+from bisect import insort
 
-from dspark.attention.page_pool import PagePool, PageTable
 from dspark.engine.request import GenerationRequest
+from dspark.engine.request_memory import RequestMemory
 from dspark.engine.running import RunningRequest
+from dspark.engine.stats import EngineStats
+from dspark.engine.step import Work, read_prompt
 
 
 class RequestScheduler:
-    """Keeps who waits and who runs. A request is given all pages it can ever need, so nothing that runs is stopped.
+    """Keeps who waits and who runs.
 
-    num_ahead: tokens beyond prompt and output that a step may write (a drafted block).
+    A request is admitted when there are pages for what it has to read, not for all it may ever write. Where they run
+    out the least urgent one gives its own back and waits at its old place, to read its text again and go on.
     """
 
-    def __init__(self, pool: PagePool, *, page_size: int, max_running: int, num_ahead: int) -> None:
-        self.pool = pool
-        self.waiting: deque[GenerationRequest] = deque()
+    def __init__(self, memory: RequestMemory, *, max_running: int, stats: EngineStats) -> None:
+        self.memory = memory
+        self.waiting: list[RunningRequest] = []  # the most urgent first
         self.running: dict[str, RunningRequest] = {}
-        self._page_size = page_size
         self._max_running = max_running
-        self._num_ahead = num_ahead
+        self._stats = stats
+        self._num_added = 0
 
-    def pages_needed(self, request: GenerationRequest) -> int:
-        num_tokens = len(request.prompt_ids) + request.max_tokens + self._num_ahead
-        return -(-num_tokens // self._page_size)
+    @property
+    def by_urgency(self) -> list[RunningRequest]:
+        """Who runs, the most urgent first."""
+        return sorted(self.running.values(), key=_urgency)
 
-    def add(self, request: GenerationRequest) -> None:
+    def check_new(self, request: GenerationRequest) -> None:
         """Raises: ValueError when the request can never run here, or its id is taken."""
-        needed = self.pages_needed(request)
-        if needed > self.pool.num_pages:
-            raise ValueError(
-                f"the request needs {needed} pages of KV memory for {len(request.prompt_ids)} prompt tokens and "
-                f"max_tokens {request.max_tokens}, but there are {self.pool.num_pages}; shorten it or raise kv_tokens"
-            )
-        if request.request_id in self.running or any(w.request_id == request.request_id for w in self.waiting):
-            raise ValueError(f"request id {request.request_id!r} is in use; give each request its own")
-        self.waiting.append(request)
+        self.memory.check_fits(request)
+        name = request.request_id
+        if name in self.running or any(one.request.request_id == name for one in self.waiting):
+            raise ValueError(f"request id {name!r} is in use; give each request its own")
 
-    def admit(self, start: Callable[[GenerationRequest, PageTable], RunningRequest]) -> None:
-        """Let waiting requests run while there is room, strictly first come, first served: none is starved."""
+    def add(self, running: RunningRequest) -> None:
+        """Queue a request."""
+        running.order = self._num_added
+        self._num_added += 1
+        insort(self.waiting, running, key=_urgency)
+
+    def make_room(self) -> None:
+        """Pages for the next step of all who run, the most urgent first, at the cost of the least urgent."""
+        order, place = self.by_urgency, 0
+        while place < len(order):
+            if self.memory.grow(order[place], order):
+                place += 1
+            else:
+                self._preempt(order.pop())  # which may be the one that has no room
+
+    def admit(self) -> None:
+        """Let waiting requests run while there is room, strictly in their order: none is overtaken, none starved."""
         while self.waiting and len(self.running) < self._max_running:
-            needed = self.pages_needed(self.waiting[0])
-            if needed > self.pool.num_free:
+            if not self.memory.open(self.waiting[0], self.by_urgency):
                 return
-            request = self.waiting.popleft()
-            table = PageTable(self.pool.allocate(needed), self._page_size)
-            self.running[request.request_id] = start(request, table)
+            running = self.waiting.pop(0)
+            self.running[running.request.request_id] = running
 
-    def release(self, request_id: str) -> RunningRequest | None:
-        """End a running request and give its pages back; a waiting one is dropped. None if it did not run."""
+    def split(self, num_tokens: int, *, num_ahead: int) -> tuple[list[Work], list[RunningRequest]]:
+        """Chunks to read beside the decodes, the most urgent first, and the requests that decode.
+
+        num_tokens: of the whole step. Each decode may take 1 + num_ahead of them; a page's worth is read in any case.
+        """
+        order = self.by_urgency
+        decoding = [running for running in order if running.is_prefilled]
+        room = max(self.memory.page_size, num_tokens - len(decoding) * (1 + num_ahead))
+        reading: list[Work] = []
+        for running in order:
+            if running.is_prefilled or room <= 0:
+                continue
+            reading.append(read_prompt(running, room))
+            room -= len(reading[-1].piece.token_ids)
+        return reading, decoding
+
+    def release(self, request_id: str, *, is_aborted: bool = False) -> RunningRequest | None:
+        """End a request and give its pages back at once. None if there is none of that id, or it never ran."""
         running = self.running.pop(request_id, None)
-        if running is None:
-            self.waiting = deque(w for w in self.waiting if w.request_id != request_id)
-            return None
-        self.pool.free(running.table.pages)
-        return running
+        if running is not None:
+            self.memory.close(running, is_aborted=is_aborted)
+            return running
+        left = [one for one in self.waiting if one.request.request_id == request_id]
+        self.waiting = [one for one in self.waiting if one.request.request_id != request_id]
+        return left[0] if left and left[0].is_resumed else None
 
     def check(self) -> None:
-        """No page is lost or held twice."""
-        self.pool.check(running.table.pages for running in self.running.values())
+        """Nothing is lost or held twice; who waits holds nothing."""
+        self.memory.check(list(self.running.values()))
+        assert not any(one.table.pages for one in self.waiting), "a waiting request holds pages"
+
+    def _preempt(self, running: RunningRequest) -> None:
+        """Back to its place in the queue: what it has drawn and its random state stay, its pages do not."""
+        del self.running[running.request.request_id]
+        self.memory.close(running)
+        running.num_preemptions += 1
+        self._stats.preemptions += 1
+        insort(self.waiting, running, key=_urgency)
+
+
+def _urgency(running: RunningRequest) -> tuple[int, int]:
+    return running.urgency

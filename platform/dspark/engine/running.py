@@ -18,7 +18,9 @@ class RunningRequest:
 
     steps_undrafted: decode steps since the request was last drafted for; is_probed: it is drafted for in this step
     only to see whether that pays again. confident_survival: of the present proposal's slots by its confidences alone.
-    copies: what lookup knows of it, None where there is no lookup.
+    copies: what lookup knows of it, None where there is no lookup. order: its place among all that came; it keeps its
+    turn when it has to wait again, which it did num_preemptions times. digests: of its first pages, as the prefix cache
+    knows their text. is_draftable: not once its context is longer than the drafter's; memory is None then.
     """
 
     request: GenerationRequest
@@ -32,15 +34,44 @@ class RunningRequest:
     steps_undrafted: int = 0
     is_probed: bool = False
     confident_survival: list[float] | None = None
+    order: int = 0
+    num_preemptions: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    is_draftable: bool = True
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the prompt and the output so far."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_context(self) -> int:
+        """Tokens to have in KV memory before the next one is decoded: all but the anchor."""
+        return self.num_known - bool(self.output_ids)
 
     @property
     def is_prefilled(self) -> bool:
-        return self.table.num_tokens >= len(self.request.prompt_ids)
+        return self.num_unread == 0
 
     @property
     def num_unread(self) -> int:
-        """Prompt tokens not read yet."""
-        return max(0, len(self.request.prompt_ids) - self.table.num_tokens)
+        """Tokens to read before the request decodes: its prompt's, after a preemption its output's as well."""
+        return max(0, self.num_context - self.table.num_tokens)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it is reading again what it had read before it was preempted."""
+        return self.num_preemptions > 0
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """The smaller, the earlier its turn: by priority, then first come, first served."""
+        return self.request.priority, self.order
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Tokens start … stop-1 of prompt and output, as far as they are known."""
+        first, last = (max(0, place - len(self.request.prompt_ids)) for place in (start, stop))
+        return [*self.request.prompt_ids[start:stop], *self.output_ids[first:last]]
 
     @property
     def anchor_id(self) -> int:

@@ -42,7 +42,7 @@ class Work:
 
     @property
     def yields_token(self) -> bool:
-        """Not while the prompt goes on."""
+        """Not while there is more to read."""
         return self.piece.num_logits > 0
 
     @property
@@ -51,10 +51,14 @@ class Work:
 
 
 def read_prompt(running: RunningRequest, max_tokens: int) -> Work:
-    """The next chunk of a prompt, at most so many tokens; its end yields the first output token."""
+    """The next chunk of what there is to read, at most so many tokens; a prompt's end yields the first output token.
+
+    After a preemption that token has been drawn already, and nothing is drawn twice.
+    """
     start = running.table.num_tokens
-    chunk = running.request.prompt_ids[start : start + min(running.num_unread, max_tokens)]
-    return Work(running, Piece(running.table, chunk, num_logits=int(len(chunk) == running.num_unread)), None)
+    chunk = running.ids(start, start + min(running.num_unread, max_tokens))
+    is_first_drawn = len(chunk) == running.num_unread and not running.output_ids
+    return Work(running, Piece(running.table, chunk, num_logits=int(is_first_drawn)), None)
 
 
 def decode(running: RunningRequest, proposal: Proposal) -> Work:
@@ -64,7 +68,7 @@ def decode(running: RunningRequest, proposal: Proposal) -> Work:
 
 
 def judge(works: Sequence[Work], batch: FlatBatch, output: TargetOutput) -> list[Verdict | None]:
-    """A verdict per request; None where the prompt goes on. Sampling draws from each request's own generator."""
+    """A verdict per request; None where nothing is drawn. Sampling draws from each request's own generator."""
     has_greedy = any(work.yields_token and work.running.is_greedy for work in works)
     choices = output.logits.argmax(dim=-1).tolist() if has_greedy else []
     nothing = Proposal(torch.empty(0, dtype=torch.long, device=output.logits.device), None, None)

@@ -51,8 +51,6 @@ class TargetRunner:
         self.page_size, self.num_pages = page_size, num_pages
         self.layer_ids = tuple(layer_ids)
         paged.register()
-        if model.config._attn_implementation == paged.NAME:  # it has served another runner
-            model.set_attn_implementation("sdpa")
         expected, shapes = _observe(model)
         self.kv_cache = PagedKVCache(shapes, num_slots=num_pages * page_size, dtype=self.dtype, device=self.device)
         model.set_attn_implementation(paged.NAME)
@@ -124,12 +122,20 @@ class TargetRunner:
         return logits[0]
 
 
+def kv_bytes_per_token(model: Any) -> int:
+    """Bytes of KV memory that a token takes in all layers. Raises: ValueError as `TargetRunner` does."""
+    shapes = _observe(model)[1]
+    return sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes) * model.dtype.itemsize
+
+
 @torch.inference_mode()
 def _observe(model: Any) -> tuple[Tensor, list[LayerShape]]:
     """Logits of the probe's last token as the model computes them by itself, and what its layers store per token.
 
     Raises: ValueError when a layer stores something else than keys and values of every token.
     """
+    if model.config._attn_implementation == paged.NAME:  # it serves, or has served, another runner
+        model.set_attn_implementation("sdpa")
     output = model(input_ids=_probe_ids(model), use_cache=True)
     layers = output.cache.layers
     shapes = []

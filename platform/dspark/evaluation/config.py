@@ -7,7 +7,7 @@ from pydantic import Field
 
 from dspark.config import Config
 from dspark.data.prompts import PromptSource
-from dspark.engine.config import EngineConfig
+from dspark.engine.config import MeasuredEngineConfig
 from dspark.engine.sampling import SamplingParams
 from dspark.evaluation.tasks import task_source
 from dspark.speculation.calibration_error import NUM_BINS
@@ -56,7 +56,7 @@ class MeasurementConfig(Config):
     """None gives each worker one GPU where the cluster has any."""
     concurrency: int = Field(CONCURRENCY, ge=1)
     """Conversations in a worker's engine at once. More are faster until the processor is busy, and need more memory."""
-    engine: EngineConfig = EngineConfig()
+    engine: MeasuredEngineConfig = MeasuredEngineConfig()
     """Memory and step sizes of each worker's engine; how many requests run is `concurrency`."""
     tracking: TrackingConfig = TrackingConfig()
 
@@ -69,7 +69,7 @@ class MeasurementConfig(Config):
     def _check_measurement(self) -> "MeasurementConfig":
         if not self.sources:
             raise ValueError("there is nothing to measure on; give prompts or tasks")
-        defaults = EngineConfig()
+        defaults = MeasuredEngineConfig()
         for name, instead in (("verify_length", "verify_length"), ("max_running_requests", "concurrency")):
             if getattr(self.engine, name) != getattr(defaults, name):
                 raise ValueError(f"engine.{name} has no effect here; set {instead} of the stage")
@@ -122,7 +122,7 @@ class EvaluateConfig(MeasurementConfig):
     def _check_reference(self) -> "EvaluateConfig":
         if self.lengths == "scheduled":
             raise ValueError("lengths 'scheduled' needs through 'engine'; the reference loop has no scheduler")
-        for name, default in (("concurrency", CONCURRENCY), ("engine", EngineConfig())):
+        for name, default in (("concurrency", CONCURRENCY), ("engine", MeasuredEngineConfig())):
             if getattr(self, name) != default:
                 raise ValueError(f"{name} has no effect with through 'reference'; leave it out")
         return self

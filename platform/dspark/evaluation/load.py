@@ -207,7 +207,7 @@ class EngineRequests:
         if needed > num_pages:
             raise ValueError(
                 f"{most} requests of up to {longest} tokens need {needed * config.engine.page_size} tokens of KV "
-                f"memory; raise engine.kv_tokens ({config.engine.kv_tokens})"
+                f"memory; raise engine.kv_tokens ({num_pages * config.engine.page_size})"
             )
 
 

@@ -5,7 +5,7 @@ from pydantic import Field
 
 from dspark.config import Config
 from dspark.data.prompts import PromptSource
-from dspark.engine.config import EngineConfig
+from dspark.engine.config import MeasuredEngineConfig
 from dspark.engine.loading import WITHOUT_FOLDER
 from dspark.engine.lookup import LookupConfig
 from dspark.evaluation.config import EvaluationMode
@@ -37,7 +37,7 @@ class LoadConfig(Config):
     """Requests of a run at least."""
     warmup_tokens: int = Field(32, ge=1)
     """Output tokens of two requests per side that come first and are not counted."""
-    engine: EngineConfig = EngineConfig()
+    engine: MeasuredEngineConfig = MeasuredEngineConfig()
     threads: int = Field(2, ge=1)
     """CPU threads; the cost curve has to be measured with the same number."""
     seed: int = 0
@@ -67,7 +67,8 @@ class BenchmarkConfig(LoadConfig):
     drafter: str | None = None
     """Folder made by jobs/train.py, "ngram" or "mtp" (the target's own modules), for an engine in this process."""
     base_url: str | None = None
-    """Measure a running server of ours instead, such as http://127.0.0.1:8000; drafter, target, engine are its own."""
+    """Measure a running server of ours instead, such as http://127.0.0.1:8000; drafter, target, engine are its own. It
+    had best be started with engine.prefix_cache off: both sides ask the same prompts, and only the first would read."""
     output: str
     """Gets `benchmark.json`, which grows as pairs finish."""
     pairs: int = Field(5, ge=1)

@@ -16,7 +16,9 @@ class LimitsConfig(Config):
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Tokens of a prompt; None leaves it to the target's context."""
     max_output_tokens: int = Field(1024, ge=1)
-    """Tokens of an answer, and what a chat request that names no limit gets. KV memory is reserved for all of them."""
+    """Tokens of an answer, and what a chat request that names no limit gets."""
+    allow_priority: bool = False
+    """Take a request's `priority`; whoever may set it goes before everybody else. Off, only 0 is taken."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds from a request's arrival to its last token; then it is ended with an error."""
     max_body_bytes: int = Field(1_000_000, ge=1)

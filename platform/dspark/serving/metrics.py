@@ -69,6 +69,14 @@ def engine_families(engine: Engine) -> list[Metric]:
     counters = {
         "prompt_tokens": ("Prompt tokens read by the target.", stats.prompt_tokens),
         "output_tokens": ("Tokens of answers, stop tokens included.", stats.output_tokens),
+        "prefix_cache_queries": ("Prompt tokens looked for in the prefix cache.", stats.prefix_cache_queries),
+        "prefix_cache_hits": ("Prompt tokens found there, which were not read again.", stats.prefix_cache_hits),
+        "num_preemptions": ("Times a running request gave its pages back and waited again.", stats.preemptions),
+        "reread_tokens": ("Tokens that preempted requests read to go on.", stats.reread_tokens),
+        "requests_beyond_drafter": (
+            "Requests that went on without speculation: longer than the drafter's context.",
+            stats.requests_beyond_drafter,
+        ),
         "steps": ("Engine steps.", stats.steps),
         "batch_tokens": ("Tokens the target computed.", stats.batch_tokens),
         "rounds": ("Verifications of at least one draft token.", rounds.rounds),
@@ -92,7 +100,8 @@ def engine_families(engine: Engine) -> list[Metric]:
         "requests_running": ("Requests in the batch.", engine.num_running),
         "requests_waiting": ("Requests that wait for room.", engine.num_waiting),
         "kv_pages": ("Pages of KV memory.", engine.num_pages),
-        "kv_pages_free": ("Pages of KV memory no request holds.", engine.num_free_pages),
+        "kv_pages_free": ("Pages of KV memory no request needs, cached ones included.", engine.num_free_pages),
+        "kv_pages_cached": ("Free pages whose text new requests may share.", engine.pool.num_cached),
     }
     return [
         *(counter(name, text, value) for name, (text, value) in counters.items()),

@@ -119,6 +119,8 @@ class GenerateRequest(Wire):
     """Extension: keep this many most likely tokens."""
     stop: list[str] = Field(default_factory=list, max_length=MAX_STOP_STRINGS)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    """Extension, as vLLM's: a smaller one is served earlier and preempted later."""
     ignore_eos: bool = False
     """Extension, for benchmarks: no stop token ends the answer."""
     verify_length: int | None = Field(None, ge=0)

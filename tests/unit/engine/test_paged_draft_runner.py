@@ -149,3 +149,23 @@ def test_features_of_a_request_that_is_not_drafted_for_do_not_pile_up():
         runner.extend(pair.memories[0], [0], torch.randn(1, pair.drafter.config.feature_size))
     assert pair.memories[0].num_pending <= MAX_PENDING_TOKENS
     assert pair.memories[0].num_tokens + pair.memories[0].num_pending == MAX_PENDING_TOKENS + 10
+
+
+@pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS)
+def test_a_context_on_pages_that_another_request_stored_is_its_own(shape):
+    """Twelve of nineteen tokens come with shared pages; what a window sees is given again."""
+    pair = Pair(**shape)
+    assert pair.paged.num_reread <= 7
+    shared = torch.randn(12, pair.drafter.config.feature_size, generator=pair._generator)
+    own = torch.randn(7, pair.drafter.config.feature_size, generator=pair._generator)
+    pair.paged.extend(pair.memories[0], [0] * 12, shared)
+    pair.paged.store(pair.memories[0])
+    assert pair.paged.num_stored(pair.memories[0]) == 12
+    pages = [*pair.tables[0].pages[:3], 25, 24, 23]
+    memory = pair.paged.new_memory(PageTable(pages, PAGE_SIZE), [0] * 12)
+    assert pair.paged.num_stored(memory) == 12
+    pair.paged.extend(memory, [0] * 7, own)
+    pair.twin.extend(pair.states[0], [0] * 19, torch.cat([shared, own]))
+    (found,) = pair.paged.propose(pair.requests([memory]))
+    (expected,) = pair.twin.propose(pair.requests(pair.states[:1]))
+    assert torch.equal(found.token_ids, expected.token_ids)

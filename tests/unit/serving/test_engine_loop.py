@@ -105,7 +105,7 @@ def test_a_failure_reaches_every_request_and_every_later_one(loop: EngineLoop) -
 
 def test_pages_that_got_lost_are_a_failure(loop: EngineLoop) -> None:
     asyncio.run(outputs_of(loop, request([5], max_tokens=3)))
-    loop.engine._requests.pool.allocate(1)  # held by nobody
+    loop.engine.pool.allocate(1)  # held by nobody
     asyncio.run(outputs_of(loop, request([5], max_tokens=3)))
     loop._thread.join(5)
     with pytest.raises(EngineStopped, match="AssertionError"):

@@ -66,3 +66,16 @@ def test_engine_counters_add_up(tiny_target: Path) -> None:
     assert values["dspark_verified_tokens_total"] <= values["dspark_drafted_tokens_total"]
     assert values["dspark_kv_pages_free"] == values["dspark_kv_pages"]
     assert 0 < values["dspark_verify_seconds_total"] < values["dspark_step_seconds_total"]
+
+
+def test_what_was_found_in_pages_and_what_had_to_wait_again_is_counted(tiny_target: Path) -> None:
+    engine = make_engine(load(tiny_target), kv_tokens=72)
+    prompt = list(range(5, 35))
+    run(engine, [request(prompt, str(i), max_tokens=20) for i in range(4)])
+    values = {sample.name: sample.value for family in engine_families(engine) for sample in family.samples}
+    hits, queries = values["dspark_prefix_cache_hits_total"], values["dspark_prefix_cache_queries_total"]
+    assert 0 < hits < queries == 4 * len(prompt)
+    assert values["dspark_num_preemptions_total"] > 0
+    assert values["dspark_reread_tokens_total"] > 0
+    assert values["dspark_requests_beyond_drafter_total"] == 0
+    assert 0 < values["dspark_kv_pages_cached"] <= values["dspark_kv_pages_free"] == values["dspark_kv_pages"] == 18

@@ -59,11 +59,11 @@ def test_every_declared_stop_token_stops_unless_ignored(loaded: LoadedEngine) ->
 
 
 def test_the_rest_is_handed_on(loaded: LoadedEngine) -> None:
-    request = resolver(loaded).resolve(
-        "r", text_request("a", temperature=0.5, top_k=4, stop=["x"], seed=9, verify_length=2, max_tokens=3)
+    request = resolver(loaded, allow_priority=True).resolve(
+        "r", text_request("a", temperature=0.5, top_k=4, stop=["x"], seed=9, verify_length=2, priority=-1, max_tokens=3)
     )
     assert (request.request_id, request.max_tokens, request.stop_strings) == ("r", 3, ("x",))
-    assert (request.seed, request.verify_length, request.sampling.top_k) == (9, 2, 4)
+    assert (request.seed, request.verify_length, request.sampling.top_k, request.priority) == (9, 2, 4, -1)
 
 
 def test_limits_by_default(loaded: LoadedEngine) -> None:
@@ -82,6 +82,7 @@ def test_limits_by_default(loaded: LoadedEngine) -> None:
         (text_request([319, 320]), "prompt"),
         (text_request([5] * 31), "prompt"),
         (text_request([5], verify_length=8), "verify_length"),
+        (text_request([5], priority=-1), "priority"),
         (chat_request("x" * 600), "messages"),
         (chat_request("hello", max_completion_tokens=101), "max_completion_tokens"),
     ],
