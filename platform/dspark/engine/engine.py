@@ -15,16 +15,18 @@ from dspark.attention.flat_batch import FlatBatch
 from dspark.attention.page_pool import PagePool, PageTable
 from dspark.engine.config import EngineConfig
 from dspark.engine.detokenizer import Detokenizer, TokenKinds
-from dspark.engine.draft_runner import DraftRequest, DraftRunner
+from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
+from dspark.engine.judging import Judge
+from dspark.engine.logprobs import raw_logprobs, with_logprobs
 from dspark.engine.lookup import Lookup
 from dspark.engine.output_text import OutputText
 from dspark.engine.policy import SpeculationPolicy
 from dspark.engine.request import GenerationRequest, check_request, commit
 from dspark.engine.request_scheduler import RequestScheduler
-from dspark.engine.running import RunningRequest
+from dspark.engine.running import RunningRequest, new_generator
 from dspark.engine.stats import EngineStats
-from dspark.engine.step import StepOutput, Work, decode, judge, read_prompt
+from dspark.engine.step import StepOutput, Work, decode, read_prompt
 from dspark.engine.target_runner import TargetOutput, TargetRunner
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
@@ -69,6 +71,7 @@ class Engine:
             max_running=config.max_running_requests,
             num_ahead=self._most_ahead,
         )
+        self._judge = Judge(target.device)
         self._prior = PriorEstimate()
         self._token_kinds = None if tokenizer is None else TokenKinds.of(tokenizer)
         self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=target.device), None, None)
@@ -113,7 +116,12 @@ class Engine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises: ValueError (what, value, remedy) when it can never run."""
-        check_request(request, max_context_tokens=self.max_context_tokens, block_size=self.block_size)
+        check_request(
+            request,
+            max_context_tokens=self.max_context_tokens,
+            block_size=self.block_size,
+            vocabulary_size=self._target.vocabulary_size,
+        )
         self._requests.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -140,9 +148,11 @@ class Engine:
         ]
         drafted_at = time.perf_counter()
         batch = self._target.flatten([work.piece for work in works])
-        verdicts = judge(works, batch, output := self._target.run(batch))
+        output = self._target.run(batch)
+        logprobs = raw_logprobs(works, batch, output.logits)  # before what requests ask for changes the logits
+        verdicts = self._judge.judge(works, batch, output.logits)
         verified_at = time.perf_counter()
-        outputs = self._commit(works, verdicts, batch, output)
+        outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
         self._count(batch, started, drafted_at, verified_at)
         return outputs
 
@@ -151,19 +161,12 @@ class Engine:
         self._requests.check()
 
     def _start(self, request: GenerationRequest, table: PageTable) -> RunningRequest:
-        generator = None
-        if request.sampling.temperature > 0:
-            generator = torch.Generator(self._target.device)
-            if request.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(request.seed)
         return RunningRequest(
             request=request,
             table=table,
             memory=None if self._drafts is None else self._drafts.new_memory(table),
             text=self._new_text(request),
-            generator=generator,
+            generator=new_generator(request, self._target.device),
             estimate=AcceptanceEstimate(self._prior),
             copies=None if self._lookup is None else self._lookup.new_memory(),
         )
@@ -172,7 +175,7 @@ class Engine:
         if self._tokenizer is None:
             return None
         detokenizer = Detokenizer(self._tokenizer, kinds=self._token_kinds)
-        return OutputText(detokenizer, request.stop_strings)
+        return OutputText(detokenizer, request.stop_strings, num_unsearched=request.sampling.min_tokens)
 
     def _split(self) -> tuple[list[Work], list[RunningRequest]]:
         """Prompt chunks to read beside the decodes, oldest request first, and the requests that decode."""
@@ -196,16 +199,7 @@ class Engine:
             else:
                 running.steps_undrafted = 0 if wanted[i] > 0 else running.steps_undrafted + 1
         if chosen and self._drafts is not None:
-            asked = [
-                DraftRequest(
-                    memory=decoding[i].memory,
-                    anchor_id=decoding[i].anchor_id,
-                    max_tokens=wanted[i],
-                    temperature=decoding[i].request.sampling.temperature,
-                    generator=decoding[i].generator,
-                )
-                for i in chosen
-            ]
+            asked = [decoding[i].draft_request(wanted[i]) for i in chosen]
             for i, proposal in zip(chosen, self._drafts.propose(asked), strict=True):
                 proposals[i] = proposal
         drafted = [proposals[i].num_tokens for i in chosen]
