@@ -32,7 +32,8 @@ def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -
         "target": target_identity(config.target),
         "dtype": config.target.dtype,
         "chat": config.chat.model_dump(),
-        "sampling": sampling.model_dump() | {"max_new_tokens": config.sampling.max_new_tokens},
+        "sampling": sampling.model_dump(include={"temperature", "top_k", "top_p"})  # all that this stage sets
+        | {"max_new_tokens": config.sampling.max_new_tokens},
         "seed": config.seed,
     }
     if config.backend.kind == "openai":

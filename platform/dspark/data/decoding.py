@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dspark.data.slot_cache import SlotCache, supports_slots, use_single_query_attention
 from dspark.engine.request import FinishReason, commit
-from dspark.engine.sampling import SamplingParams, ShortlistSampler
+from dspark.engine.sampling import SamplingParams
+from dspark.engine.supports import ShortlistSampler
 from dspark.errors import one_line
 
 READ_TOKENS = 1024  # prompt tokens, padding included, read in one forward pass

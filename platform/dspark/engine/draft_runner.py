@@ -21,13 +21,19 @@ from dspark.speculation.proposal import Proposal
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """One request to draft for. anchor_id: its last committed token; max_tokens: at most so many draft tokens."""
+    """One request to draft for. anchor_id: its last committed token; max_tokens: at most so many draft tokens.
+
+    noise_key: of a seeded request, whose draft tokens are drawn with its noise and without the generator; position:
+    of the first token to draft, in prompt and output together.
+    """
 
     memory: Any
     anchor_id: int
     max_tokens: int
     temperature: float
     generator: torch.Generator | None
+    noise_key: int | None = None
+    position: int = 0
 
 
 class DraftRunner(Protocol):
@@ -71,7 +77,10 @@ class DraftRunner(Protocol):
 
 
 class SequentialDraftRunner:
-    """One request after another through the drafter's own memory: serves any drafter, and is the paged one's twin."""
+    """One request after another through the drafter's own memory: serves any drafter, and is the paged one's twin.
+
+    A drafter draws by itself and knows no request's noise, so that seeded requests get its most likely tokens.
+    """
 
     def __init__(self, drafter: Drafter, *, kind: str = "sequential", has_confidence: bool = False) -> None:
         self.kind = kind
@@ -105,7 +114,7 @@ class SequentialDraftRunner:
                 request.memory,
                 request.anchor_id,
                 max_tokens=request.max_tokens,
-                temperature=request.temperature,
+                temperature=request.temperature if request.noise_key is None else 0.0,
                 generator=request.generator,
             )
             for request in requests

@@ -15,17 +15,19 @@ from dspark.attention.flat_batch import FlatBatch
 from dspark.attention.page_pool import PagePool, PageTable
 from dspark.engine.config import EngineConfig
 from dspark.engine.detokenizer import Detokenizer, TokenKinds
-from dspark.engine.draft_runner import DraftRequest, DraftRunner
+from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
+from dspark.engine.judging import Judge
+from dspark.engine.logprobs import raw_logprobs, with_logprobs
 from dspark.engine.lookup import Lookup
 from dspark.engine.output_text import OutputText
 from dspark.engine.policy import SpeculationPolicy
 from dspark.engine.request import GenerationRequest, check_request, commit
 from dspark.engine.request_memory import RequestMemory
 from dspark.engine.request_scheduler import RequestScheduler
-from dspark.engine.running import RunningRequest
+from dspark.engine.running import RunningRequest, new_generator
 from dspark.engine.stats import EngineStats
-from dspark.engine.step import StepOutput, Work, decode, judge
+from dspark.engine.step import StepOutput, Work, decode
 from dspark.engine.target_runner import TargetOutput, TargetRunner
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
@@ -74,6 +76,7 @@ class Engine:
             stats=self.stats,
         )
         self._requests = RequestScheduler(self._memory, max_running=config.max_running_requests, stats=self.stats)
+        self._judge = Judge(target.device)
         self._prior = PriorEstimate()
         self._token_kinds = None if tokenizer is None else TokenKinds.of(tokenizer)
         self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=target.device), None, None)
@@ -124,7 +127,12 @@ class Engine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises: ValueError (what, value, remedy) when it can never run."""
-        check_request(request, max_context_tokens=self.max_context_tokens, block_size=self.block_size)
+        check_request(
+            request,
+            max_context_tokens=self.max_context_tokens,
+            block_size=self.block_size,
+            vocabulary_size=self._target.vocabulary_size,
+        )
         self._requests.check_new(request)
         self._requests.add(self._start(request))
 
@@ -153,9 +161,11 @@ class Engine:
         ]
         drafted_at = time.perf_counter()
         batch = self._target.flatten([work.piece for work in works])
-        verdicts = judge(works, batch, output := self._target.run(batch))
+        output = self._target.run(batch)
+        logprobs = raw_logprobs(works, batch, output.logits)  # before what requests ask for changes the logits
+        verdicts = self._judge.judge(works, batch, output.logits)
         verified_at = time.perf_counter()
-        outputs = self._commit(works, verdicts, batch, output)
+        outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
         self.stats.add_step(batch.num_tokens, [started, drafted_at, verified_at, time.perf_counter()])
         return outputs
 
@@ -164,19 +174,12 @@ class Engine:
         self._requests.check()
 
     def _start(self, request: GenerationRequest) -> RunningRequest:
-        generator = None
-        if request.sampling.temperature > 0:
-            generator = torch.Generator(self._target.device)
-            if request.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(request.seed)
         return RunningRequest(
             request=request,
             table=PageTable([], self._target.page_size),
             memory=None,
             text=self._new_text(request),
-            generator=generator,
+            generator=new_generator(request, self._target.device),
             estimate=AcceptanceEstimate(self._prior),
             copies=None if self._lookup is None else self._lookup.new_memory(),
         )
@@ -185,7 +188,7 @@ class Engine:
         if self._tokenizer is None:
             return None
         detokenizer = Detokenizer(self._tokenizer, kinds=self._token_kinds)
-        return OutputText(detokenizer, request.stop_strings)
+        return OutputText(detokenizer, request.stop_strings, num_unsearched=request.sampling.min_tokens)
 
     def _propose(self, decoding: Sequence[RunningRequest], wanted: Sequence[int]) -> list[Proposal]:
         """A proposal per request: its copy, or what the drafter says where it is wanted, or none."""
@@ -198,16 +201,7 @@ class Engine:
                 is_left_out = running.is_draftable and not wanted[i]
                 running.steps_undrafted = running.steps_undrafted + 1 if is_left_out else 0
         if chosen and self._drafts is not None:
-            asked = [
-                DraftRequest(
-                    memory=decoding[i].memory,
-                    anchor_id=decoding[i].anchor_id,
-                    max_tokens=wanted[i],
-                    temperature=decoding[i].request.sampling.temperature,
-                    generator=decoding[i].generator,
-                )
-                for i in chosen
-            ]
+            asked = [decoding[i].draft_request(wanted[i]) for i in chosen]
             for i, proposal in zip(chosen, self._drafts.propose(asked), strict=True):
                 proposals[i] = proposal
         drafted = [proposals[i].num_tokens for i in chosen]

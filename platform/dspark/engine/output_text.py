@@ -9,11 +9,12 @@ class OutputText:
     """Takes output tokens in and gives text out: never part of a character, nor what may begin a stop string.
 
     The text ends before the stop string that is complete first; of two complete at once, before the longer.
-    stop_strings: none of them empty.
+    stop_strings: none of them empty. num_unsearched: stop strings are not looked for in the text of so many tokens.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str] = (), *, num_unsearched: int = 0) -> None:
         self.is_stopped = False
+        self._num_unsearched = num_unsearched
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
         self._ready = ""  # decided, not taken yet
@@ -26,7 +27,12 @@ class OutputText:
             self._ready += self._detokenizer.append(token_ids)
             return len(token_ids)
         for count, token_id in enumerate(token_ids, start=1):
-            self.is_stopped = self._grow(self._detokenizer.append([token_id]))
+            piece = self._detokenizer.append([token_id])
+            if self._num_unsearched > 0:
+                self._num_unsearched -= 1
+                self._ready += piece
+                continue
+            self.is_stopped = self._grow(piece)
             if self.is_stopped:
                 return count
         return len(token_ids)

@@ -26,7 +26,7 @@ from dspark.drafters.drafting import check_length
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.layers import Attend
 from dspark.engine.draft_runner import DraftRequest
-from dspark.engine.sampling import invert
+from dspark.engine.draws import Draws
 from dspark.speculation.proposal import Proposal
 
 Write = Callable[[int, Tensor, Tensor], None]  # layer, keys and values [K, n, D] of the tokens it was made for
@@ -66,7 +66,6 @@ class PagedDraftRunner:
         self._backbone = drafter.backbone
         self._scaling = config.attention_scaling
         self._device = weight.device
-        self._is_whole_vocabulary = config.draft_vocab_size == config.vocab_size
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
         windows = [config.window_of(layer) for layer in range(config.num_hidden_layers)]
         self._is_sliding = [window is not None for window in windows]
@@ -213,62 +212,28 @@ class PagedDraftRunner:
         return memory.ring.read(self._place[layer], stop)
 
     def _draw(self, requests: Sequence[DraftRequest], h: Tensor) -> list[Proposal]:
-        """Left to right, all requests at once; each draws from its own generator alone. h: [R, l, d]."""
-        num_slots = h.shape[1]
+        """Left to right, all requests at once. h: [R, l, d]."""
         base = self._backbone.base_logits(h)  # [R, l, V']
-        sampled = [i for i, request in enumerate(requests) if request.temperature > 0]
-        uniforms = torch.zeros(len(sampled), num_slots, device=self._device)
-        for row, i in enumerate(sampled):  # as many as it asks for, not as many as the longest beside it does
-            num_own, generator = requests[i].max_tokens, requests[i].generator
-            uniforms[row, :num_own] = torch.rand(num_own, generator=generator, device=self._device)
-        scales = torch.tensor([requests[i].temperature for i in sampled], device=self._device).unsqueeze(1)
+        draws = Draws(requests, self._backbone.d2t, vocab_size=self._drafter.config.vocab_size)
         previous = torch.tensor([request.anchor_id for request in requests], device=self._device)
-        columns, embedded_rows, probs, head_state = [], [], [], None
+        embedded_rows, head_state = [], None
         markov_head = self._drafter.markov_head if isinstance(self._drafter, DSparkDrafter) else None
-        for slot in range(num_slots):
+        for slot in range(h.shape[1]):
             logits = base[:, slot]
             if markov_head is not None:
                 embedded = markov_head.embed(previous)
                 embedded_rows.append(embedded)
                 vector, head_state = markov_head.step(h[:, slot], embedded, head_state)
                 logits = logits + markov_head.bias(vector)[:, : logits.shape[1]].float()
-            drawn = logits.argmax(dim=-1)
-            if sampled:
-                distribution = torch.softmax(logits[sampled] / scales, dim=-1)
-                drawn[sampled] = invert(distribution, uniforms[:, slot])
-                probs.append(distribution)
-            columns.append(drawn)
-            previous = self._backbone.d2t[drawn]
-        confidence = self._confidence(h, embedded_rows)
-        return self._proposals(requests, torch.stack(columns, dim=1), sampled, probs, confidence)
+            draws.draw(logits)
+            previous = draws.token_ids[-1]
+        return draws.proposals(self._confidence(h, embedded_rows))
 
     def _confidence(self, h: Tensor, embedded_rows: list[Tensor]) -> Tensor | None:
         """[R, l] float32 logits, or None without a head."""
         if not isinstance(self._drafter, DSparkDrafter) or self._drafter.confidence_head is None:
             return None
         return self._drafter.confidence_head(h, torch.stack(embedded_rows, dim=1) if embedded_rows else None)
-
-    def _proposals(
-        self,
-        requests: Sequence[DraftRequest],
-        columns: Tensor,
-        sampled: list[int],
-        probs: list[Tensor],
-        confidence: Tensor | None,
-    ) -> list[Proposal]:
-        token_ids = self._backbone.d2t[columns]
-        rows = dict(zip(sampled, torch.stack(probs, dim=1), strict=True)) if sampled else {}
-        support = None if self._is_whole_vocabulary else self._backbone.d2t
-        return [
-            Proposal(
-                token_ids=token_ids[i],
-                probs=rows.get(i),
-                confidence_logits=None if confidence is None else confidence[i],
-                support=support,
-                columns=columns[i] if support is not None else None,
-            ).first(request.max_tokens)
-            for i, request in enumerate(requests)
-        ]
 
     def _window_mask(self, memory: DraftMemory) -> Tensor | None:
         """[G, n]: 0 or -inf; a window narrows the context slot by slot and never the block. None without one."""

@@ -1,12 +1,13 @@
 """The two decisions of a step, as values: who is drafted for, and how many draft tokens each verifies."""
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import torch
 
 from dspark.engine.estimates import ConfidenceDrift
 from dspark.engine.lookup import Lookup
-from dspark.engine.running import RunningRequest
+from dspark.engine.running import DecodingMode, RunningRequest
 from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
@@ -49,7 +50,7 @@ class SpeculationPolicy:
         self.min_gain = min_gain
         self.capacity: int | None = None
         self._scheduler = PrefixScheduler()
-        self._drift = {is_greedy: ConfidenceDrift() for is_greedy in (True, False)}
+        self._drift = {mode: ConfidenceDrift() for mode in get_args(DecodingMode)}
 
     def fixed_length(self, running: RunningRequest) -> int | None:
         """The length this request or the engine is bound to; None when the scheduler decides."""
@@ -117,17 +118,18 @@ class SpeculationPolicy:
         ]
         for running in drafted:
             running.confident_survival = None
-        for is_greedy in (True, False):
+        for mode, drift in self._drift.items():
             group = [
                 i
                 for i, (running, proposal) in enumerate(zip(drafted, proposals, strict=True))
-                if running.is_greedy == is_greedy and proposal.confidence_logits is not None and proposal.num_tokens
+                if running.mode == mode and proposal.confidence_logits is not None and proposal.num_tokens
             ]
             if group:
-                scales = None if self.calibration is None else self.calibration.for_mode(0.0 if is_greedy else 1.0)
+                temperature = 0.0 if mode == "greedy" else 1.0
+                scales = None if self.calibration is None else self.calibration.for_mode(temperature)
                 for i, row in zip(group, self._from_confidence(proposals, group, scales), strict=True):
                     drafted[i].confident_survival = row
-                    rows[i] = self._drift[is_greedy].corrected(row)
+                    rows[i] = drift.corrected(row)
         return rows
 
     def learn(self, running: RunningRequest, num_verified: int, num_accepted: int) -> None:
@@ -135,7 +137,7 @@ class SpeculationPolicy:
         if running.is_copied:
             return  # lookup learns by itself, from every committed token
         if running.confident_survival is not None:
-            self._drift[running.is_greedy].update(running.confident_survival[:num_verified], num_accepted)
+            self._drift[running.mode].update(running.confident_survival[:num_verified], num_accepted)
         elif num_verified:
             running.estimate.update(num_verified, num_accepted)
 

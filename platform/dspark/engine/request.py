@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dspark.engine.output_text import OutputText
-from dspark.engine.sampling import SamplingParams
+from dspark.engine.sampling import SamplingParams, sampling_problem
+
+INT64 = 2**63
 
 FinishReason = Literal["stop", "length"]
 
@@ -16,9 +18,10 @@ class GenerationRequest:
 
     max_tokens: output ends after so many at the latest. stop_ids: any of them ends output and is its last id, without
     text. stop_strings: the text ends before the first one. seed: of sampled output; None draws differently each time.
-    verify_length: draft tokens verified per step, 0..block_size; None lets the scheduler decide. priority: of smaller
-    ones is served earlier and preempted later; among equal ones, first come, first served.
-    Raises: ValueError for an empty stop string.
+    choice: tells requests apart that ask for several answers with one seed. verify_length: draft tokens verified per
+    step, 0..block_size; None lets the scheduler decide. priority: of smaller ones is served earlier and preempted
+    later; among equal ones, first come, first served.
+    Raises: ValueError for an empty stop string, a seed that no int64 holds.
     """
 
     request_id: str
@@ -28,15 +31,20 @@ class GenerationRequest:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+    choice: int = 0
     verify_length: int | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
             raise ValueError(f"stop_strings {list(self.stop_strings)} holds an empty string; leave it out")
+        if self.seed is not None and not -INT64 <= self.seed < INT64:
+            raise ValueError(f"seed is {self.seed}; use one of -2^63 to 2^63 - 1")
 
 
-def check_request(request: GenerationRequest, *, max_context_tokens: int | None, block_size: int) -> None:
+def check_request(
+    request: GenerationRequest, *, max_context_tokens: int | None, block_size: int, vocabulary_size: int
+) -> None:
     """Raises: ValueError (what, value, remedy) for a request that an engine with these limits can never run."""
     if not request.prompt_ids:
         raise ValueError("the prompt is empty; the target needs at least one token to start from")
@@ -51,6 +59,11 @@ def check_request(request: GenerationRequest, *, max_context_tokens: int | None,
     forced = request.verify_length
     if forced is not None and not 0 <= forced <= block_size:
         raise ValueError(f"verify_length {forced} is outside of the drafter's block; use 0..{block_size}")
+    problem = sampling_problem(
+        request.sampling, stop_ids=request.stop_ids, max_tokens=request.max_tokens, vocabulary_size=vocabulary_size
+    )
+    if problem is not None:
+        raise ValueError(problem[1])
 
 
 @dataclass(frozen=True)

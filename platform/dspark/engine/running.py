@@ -1,15 +1,21 @@
 """One request while it runs: what it has read and written, where its KV memory lies, what its drafter knows."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
 from dspark.attention.page_pool import PageTable
+from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.estimates import AcceptanceEstimate
+from dspark.engine.logit_rules import LogitRules
 from dspark.engine.lookup import CopyMemory
+from dspark.engine.noise import stream_key
 from dspark.engine.output_text import OutputText
 from dspark.engine.request import GenerationRequest
+
+DecodingMode = Literal["greedy", "seeded", "sampled"]
 
 
 @dataclass
@@ -20,7 +26,8 @@ class RunningRequest:
     only to see whether that pays again. confident_survival: of the present proposal's slots by its confidences alone.
     copies: what lookup knows of it, None where there is no lookup. order: its place among all that came; it keeps its
     turn when it has to wait again, which it did num_preemptions times. digests: of its first pages, as the prefix cache
-    knows their text. is_draftable: not once its context is longer than the drafter's; memory is None then.
+    knows their text. is_draftable: not once its context is longer than the drafter's; memory is None then. generator:
+    None unless it is sampled. rules: made when they are first applied.
     """
 
     request: GenerationRequest
@@ -30,6 +37,7 @@ class RunningRequest:
     generator: torch.Generator | None
     estimate: AcceptanceEstimate
     copies: CopyMemory | None = None
+    rules: LogitRules | None = None
     output_ids: list[int] = field(default_factory=list)
     steps_undrafted: int = 0
     is_probed: bool = False
@@ -90,3 +98,45 @@ class RunningRequest:
     @property
     def is_greedy(self) -> bool:
         return self.request.sampling.temperature == 0
+
+    @cached_property
+    def mode(self) -> DecodingMode:
+        """How its tokens are decided: seeded by noise of its own, sampled with its generator."""
+        if self.is_greedy:
+            return "greedy"
+        is_seeded = self.request.seed is not None and self.request.sampling.seeded == "invariant"
+        return "seeded" if is_seeded else "sampled"
+
+    @cached_property
+    def noise_key(self) -> int:
+        assert self.request.seed is not None, "only a seeded request has noise of its own"
+        return stream_key(self.request.seed, self.request.choice)
+
+    @property
+    def next_position(self) -> int:
+        """Of the next token to be output, in prompt and output together."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    def draft_request(self, max_tokens: int) -> DraftRequest:
+        """To draft at most so many tokens behind the anchor."""
+        return DraftRequest(
+            memory=self.memory,
+            anchor_id=self.anchor_id,
+            max_tokens=max_tokens,
+            temperature=self.request.sampling.temperature,
+            generator=self.generator,
+            noise_key=self.noise_key if self.mode == "seeded" else None,
+            position=self.next_position,
+        )
+
+
+def new_generator(request: GenerationRequest, device: torch.device) -> torch.Generator | None:
+    """What a request's tokens are drawn with; None for greedy and seeded ones, which draw nothing from one."""
+    if request.sampling.temperature == 0 or (request.seed is not None and request.sampling.seeded == "invariant"):
+        return None
+    generator = torch.Generator(device)
+    if request.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(request.seed + request.choice)
+    return generator

@@ -1,4 +1,19 @@
-"""The distribution tokens are drawn from, and drawing from it. Legend: R rows, V vocabulary, K shortlist."""
+"""What a request asks of its tokens, and the distribution they are drawn from. Legend: V vocabulary.
+
+The order is vLLM's:
+
+    target's logits                            logprobs are told of these, untouched
+    allowed_token_ids, banned_token_ids        the rest at -inf
+    min_tokens                                 stop ids at -inf until so many tokens are output
+    logit_bias                                 added
+    repetition, frequency, presence penalty    they see prompt, output and the draft tokens before the row
+    temperature                                0 takes the argmax of what is there now
+    min_p, top_k, top_p                        each over what the one before left
+"""
+
+import math
+from collections.abc import Collection
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -6,18 +21,94 @@ from torch import Tensor
 
 from dspark.config import Config
 
-SHORTLIST = 64  # tokens looked at first; a row whose nucleus may be wider is sorted in full
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class SamplingParams(Config):
-    """Filters applied in this order: temperature, top-k, top-p."""
+    """What decides a token, but for the request's stop ids and seed."""
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Divides the logits; 0 takes the most likely token."""
     top_k: int | None = Field(None, ge=1)
     """Keeps this many most likely tokens; None keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keeps the fewest most likely tokens that hold this much probability; 1 keeps all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Keeps tokens at least this share as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Divides positive and multiplies negative logits of tokens that stand in prompt or output; 1 does nothing."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Taken off the logits of tokens that stand in the output."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """Taken off a token's logit as often as it stands in the output."""
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
+    """Added to the logits of these token ids."""
+    allowed_token_ids: tuple[TokenId, ...] | None = Field(None, min_length=1)
+    """No other token is output; None allows all. A stop id that is not among them never ends the output."""
+    banned_token_ids: tuple[TokenId, ...] = ()
+    """Never output."""
+    min_tokens: int = Field(0, ge=0)
+    """Neither a stop id is output, nor a stop string looked for, before so many tokens are there."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Tell each output token's log-probability, and so many most likely tokens with theirs; None tells nothing."""
+    seeded: Literal["invariant", "rejection"] = "invariant"
+    """What a seed fixes. "invariant": the text, whatever drafts for it and how much of it; draft tokens are accepted
+    less often than by rejection sampling. "rejection": the random numbers alone, so that a run that measures
+    acceptance can be repeated; the text then depends on the lengths that are verified."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything is asked for that comes before the temperature."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.banned_token_ids
+            or self.min_tokens
+        )
+
+    def require_plain(self, where: str) -> None:
+        """Raises: ValueError when more is asked for than temperature and filters, which is all that `where` applies."""
+        if self.changes_logits or self.logprobs is not None:
+            fields = type(self).model_fields
+            asked = [name for name in fields.keys() - PLAIN if getattr(self, name) != fields[name].default]
+            raise ValueError(f"{where} does not apply {', '.join(sorted(asked))}; leave it out, or use the engine")
+
+
+PLAIN = {"temperature", "top_k", "top_p", "min_p", "seeded"}
+
+
+def sampling_problem(
+    params: SamplingParams, *, stop_ids: Collection[int], max_tokens: int, vocabulary_size: int
+) -> tuple[str, str] | None:
+    """The parameter that cannot be met with this target and request, and a line about it; None when all can."""
+    named = {
+        "logit_bias": tuple(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "banned_token_ids": params.banned_token_ids,
+    }
+    for name, token_ids in named.items():
+        for token_id in token_ids:
+            if token_id >= vocabulary_size:
+                limit = vocabulary_size - 1
+                return name, f"{name} holds token id {token_id}, which the target does not have; use 0..{limit}"
+    if params.min_tokens > max_tokens:
+        return "min_tokens", f"min_tokens is {params.min_tokens}, over the limit of {max_tokens} tokens; lower it"
+    every = range(vocabulary_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    banned = frozenset(params.banned_token_ids)
+    if all(token_id in banned for token_id in every):
+        return "banned_token_ids", f"banned_token_ids ({len(banned)}) hold every allowed token; leave one"
+    if params.min_tokens and all(token_id in banned or token_id in stop_ids for token_id in every):
+        line = f"min_tokens is {params.min_tokens}, but every allowed token ends the output; allow another or use 0"
+        return "min_tokens", line
+    return None
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -30,109 +121,28 @@ def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits / params.temperature
+    if params.min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), -torch.inf)
     if params.top_k is None and params.top_p == 1:
         return torch.softmax(logits, -1)
-    probs = torch.softmax(logits, -1)
     ranked, token_ids = logits.sort(dim=-1, descending=True, stable=True)
-    if params.top_k is None:
-        probs = probs.gather(-1, token_ids)
-    else:
+    if params.top_k is not None:
         ranked[..., params.top_k :] = -torch.inf
-        probs = torch.softmax(ranked, -1)
-    probs = _cut_at_top_p(probs, params.top_p)
+    probs = torch.softmax(ranked, -1)
+    if params.top_p < 1:
+        probs = probs.masked_fill(mass_before(probs) >= params.top_p, 0.0)
     return torch.zeros_like(logits).scatter_(-1, token_ids, probs / probs.sum(-1, keepdim=True))
+
+
+def mass_before(ranked_probs: Tensor) -> Tensor:
+    """Of each place in rank order, the probability of those before it."""
+    return torch.nn.functional.pad(ranked_probs.cumsum(-1)[..., :-1], (1, 0))
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token id per row, [...] int64. probs: [..., V]."""
     rows = probs.reshape(-1, probs.shape[-1])
     return torch.multinomial(rows, 1, generator=generator).view(probs.shape[:-1])
-
-
-class ShortlistSampler:
-    """Draws from `filtered_probs` without sorting the vocabulary where few tokens hold the mass.
-
-    Token = inverse of the cumulative filtered distribution at a uniform number, so a row's token depends on its own
-    logits and number alone. Buffers are kept: fresh memory of this size costs more than the arithmetic.
-    """
-
-    def __init__(self, params: SamplingParams, *, shortlist: int = SHORTLIST) -> None:
-        self.params = params
-        self.shortlist = shortlist
-        self._buffers: dict[str, Tensor] = {}
-
-    def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Token ids, [R] int64. logits: [R, V]; uniforms: [R] in [0, 1)."""
-        if self.params.temperature == 0:
-            return logits.argmax(-1)
-        if self.params.top_k is None and self.params.top_p == 1:
-            return invert(filtered_probs(logits, self.params), uniforms)
-        width = min(self.shortlist, logits.shape[-1])
-        return self._draw_short(logits, uniforms, width)
-
-    def _draw_short(self, logits: Tensor, uniforms: Tensor, width: int) -> Tensor:
-        token_ids, kept, is_settled = self._shortlist(logits, width)
-        drawn = token_ids.gather(-1, invert(kept, uniforms)[:, None])[:, 0]
-        unsettled = (~is_settled).nonzero()[:, 0]  # synchronises with the device; the ids are read right after anyway
-        if unsettled.numel():
-            rows, numbers = logits[unsettled], uniforms[unsettled]
-            wider = width * 16
-            if wider < logits.shape[-1]:
-                drawn[unsettled] = self._draw_short(rows, numbers, wider)
-            else:
-                drawn[unsettled] = _draw_sorted(rows, self.params, numbers)
-        return drawn
-
-    def _shortlist(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The `width` best tokens in rank order, their filtered mass, and which rows are settled.
-
-        A row is settled when the filters cut above the shortlist's worst logit: tokens tied with the worst may go on
-        outside of it.
-        """
-        best, token_ids = logits.topk(width, dim=-1)
-        token_ids, by_id = token_ids.sort(dim=-1)
-        best, by_logit = best.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-        token_ids = token_ids.gather(-1, by_logit)
-        is_sure = best > best[:, -1:]
-        kept = _cut_at_top_p(self._ranked_probs(logits, best, token_ids), self.params.top_p)
-        is_settled = ~((kept > 0) & ~is_sure).any(-1)
-        if self.params.top_k is not None:
-            is_settled &= is_sure.sum(-1) >= self.params.top_k
-        return token_ids, kept, is_settled
-
-    def _ranked_probs(self, logits: Tensor, best: Tensor, token_ids: Tensor) -> Tensor:
-        """Probabilities of the shortlist after temperature and top-k."""
-        if self.params.top_k is None:
-            return self._probs(logits).gather(-1, token_ids)
-        scaled = best.float() / self.params.temperature
-        scaled[:, self.params.top_k :] = -torch.inf
-        return torch.softmax(scaled, -1)
-
-    def _probs(self, logits: Tensor) -> Tensor:
-        scaled = self._buffer("scaled", logits).copy_(logits).div_(self.params.temperature)
-        return torch.softmax(scaled, -1, out=self._buffer("probs", logits))
-
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        rows, width = like.shape
-        held = self._buffers.get(name)
-        if held is None or held.shape[0] < rows or held.shape[1] != width or held.device != like.device:
-            held = self._buffers[name] = torch.empty(rows, width, dtype=torch.float32, device=like.device)
-        return held[:rows]
-
-
-def _draw_sorted(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Tensor:
-    """The same draw over the whole vocabulary in rank order."""
-    token_ids = logits.float().sort(dim=-1, descending=True, stable=True).indices
-    ranked = filtered_probs(logits, params).gather(-1, token_ids)
-    return token_ids.gather(-1, invert(ranked, uniforms)[:, None])[:, 0]
-
-
-def _cut_at_top_p(ranked_probs: Tensor, top_p: float) -> Tensor:
-    """Probabilities in rank order with those after the first `top_p` of mass set to zero."""
-    if top_p == 1:
-        return ranked_probs
-    before = torch.nn.functional.pad(ranked_probs.cumsum(-1)[..., :-1], (1, 0))
-    return ranked_probs.masked_fill(before >= top_p, 0.0)
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,18 +1,22 @@
-"""The parts of one engine step, and the verdicts of its verification."""
+"""The parts of one engine step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from dspark.attention.flat_batch import FlatBatch, Piece
+from dspark.attention.flat_batch import Piece
 from dspark.engine.request import FinishReason
 from dspark.engine.running import RunningRequest
-from dspark.engine.sampling import filtered_probs
-from dspark.engine.target_runner import TargetOutput
-from dspark.speculation.proposal import Proposal, Verdict
-from dspark.speculation.rejection import verify
+from dspark.speculation.proposal import Proposal
 from dspark.speculation.statistics import Round
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of one output token: its own log-probability, and the most likely tokens as (id, log-probability), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class StepOutput:
 
     token_ids: newly committed, a stop token being the last; text: newly emitted, whole characters only, without stop
     token and stop string. num_prompt_tokens, num_output_tokens: usage so far. round: None for the prompt's own token.
+    logprobs: an entry per token id, where the request asks for them.
     """
 
     request_id: str
@@ -30,6 +35,7 @@ class StepOutput:
     num_prompt_tokens: int
     num_output_tokens: int
     round: Round | None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,29 +71,3 @@ def decode(running: RunningRequest, proposal: Proposal) -> Work:
     """The anchor, and behind it the tokens to verify."""
     token_ids = [running.anchor_id, *proposal.token_ids.tolist()]
     return Work(running, Piece(running.table, token_ids, num_logits=len(token_ids)), proposal)
-
-
-def judge(works: Sequence[Work], batch: FlatBatch, output: TargetOutput) -> list[Verdict | None]:
-    """A verdict per request; None where nothing is drawn. Sampling draws from each request's own generator."""
-    has_greedy = any(work.yields_token and work.running.is_greedy for work in works)
-    choices = output.logits.argmax(dim=-1).tolist() if has_greedy else []
-    nothing = Proposal(torch.empty(0, dtype=torch.long, device=output.logits.device), None, None)
-    verdicts: list[Verdict | None] = []
-    for i, work in enumerate(works):
-        rows = slice(batch.cu_logits[i], batch.cu_logits[i + 1])
-        if not work.yields_token:
-            verdicts.append(None)
-        elif work.running.is_greedy:
-            verdicts.append(judge_greedy(choices[rows], work.draft_ids))
-        else:
-            probs = filtered_probs(output.logits[rows], work.running.request.sampling)
-            verdicts.append(verify(probs, work.proposal or nothing, work.running.generator))
-    return verdicts
-
-
-def judge_greedy(choices: Sequence[int], draft_ids: Sequence[int]) -> Verdict:
-    """Accept while the draft equals the target's choice; `rejection.verify_greedy` is its twin on tensors."""
-    num_accepted = 0
-    while num_accepted < len(draft_ids) and draft_ids[num_accepted] == choices[num_accepted]:
-        num_accepted += 1
-    return Verdict(num_accepted, choices[num_accepted])

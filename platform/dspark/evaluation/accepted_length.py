@@ -71,9 +71,11 @@ def speculate(
     verify_length: draft tokens per round, 0..block_size; None proposes whole blocks. A round never proposes more than
     can still be output beside the target's own token. The filters of `sampling` act on the target; the drafter gets
     its temperature. Ids from vocabulary_size on are never output. generator: on the target's device.
-    Raises: ValueError for an empty prompt, max_new_tokens < 1 or a verify_length outside of the block.
+    Raises: ValueError for an empty prompt, max_new_tokens < 1, a verify_length outside of the block, or sampling that
+    needs the engine.
     """
     _check_request(prompt_ids, max_new_tokens)
+    sampling.require_plain("the reference loop")
     length = _proposal_length(drafter, verify_length)
     clock = _Clock(target_model.device)
     drafting = _Drafting(drafter, sampling.temperature, generator, target_model.device)

@@ -21,7 +21,7 @@ def summarize(rows: Sequence[Row], modes: Sequence[EvaluationMode], *, seed: int
         good = [row for row in of_mode if row["error"] is None]
         domains = sorted({name for row in good for name in domains_of(row)})
         by_mode[mode.name] = {
-            "sampling": mode.sampling.model_dump(),
+            "sampling": mode.model_dump(exclude={"name"}),
             "domains": {name: _figures([r for r in good if name in domains_of(r)], seed) for name in domains},
             "overall": _figures(good, seed),
             "failed": dict(Counter(row["error"] for row in of_mode if row["error"] is not None)),

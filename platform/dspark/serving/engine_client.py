@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from dspark.engine.request import FinishReason
 from dspark.serving.openai_schema import GenerateRequest, Refusal
+from dspark.serving.token_logprobs import ShownLogprobs
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -22,7 +23,8 @@ log = logging.getLogger("dspark")
 class Delta:
     """What one engine step added to an answer; counts are the usage so far. The last one has a finish reason.
 
-    prompt_token_ids: what the target saw, on the first one and only where token ids are asked for.
+    prompt_token_ids: what the target saw, on the first one and only where token ids are asked for. index: which of the
+    request's choices it belongs to. logprobs: an entry per token id, where they are asked for.
     """
 
     text: str
@@ -31,13 +33,18 @@ class Delta:
     num_prompt_tokens: int
     num_output_tokens: int
     prompt_token_ids: tuple[int, ...] | None = None
+    index: int = 0
+    logprobs: list[ShownLogprobs] | None = None
 
 
 class EngineClient(Protocol):
     """The engine as the API sees it: one in this process, or replicas behind a Serve handle."""
 
     def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
-        """The answer step by step; a refusal comes first, or last where something broke. Closing it frees all."""
+        """The answer step by step, its choices in turn as steps yield them; each ends with a finish reason.
+
+        A refusal comes first, or last where something broke. Closing it frees all.
+        """
         ...
 
     async def metrics(self) -> "Sequence[Metric]":
@@ -59,10 +66,11 @@ class ReplicaClient:
     async def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
         response = self._generate.remote(request_id, request)
         assert isinstance(response, DeploymentResponseGenerator)
-        ended = False
+        ended, num_open = False, request.n
         try:
             async for item in response:
-                ended = isinstance(item, Refusal) or item.finish_reason is not None
+                num_open -= isinstance(item, Refusal) or item.finish_reason is not None
+                ended = isinstance(item, Refusal) or num_open == 0
                 yield item
             ended = True
         except BackPressureError:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from dspark.engine.engine import Engine
-from dspark.engine.request import GenerationRequest
+from dspark.engine.request import FinishReason, GenerationRequest
 from dspark.engine.step import StepOutput
 from dspark.errors import DsparkError
 from dspark.serving.metrics import ReplicaMetrics
@@ -48,6 +48,7 @@ class _Add:
 @dataclass(frozen=True)
 class _Abort:
     request_id: str
+    receiver: _Receiver
 
 
 class EngineLoop:
@@ -82,53 +83,59 @@ class EngineLoop:
         if self._ended is not None:
             raise EngineStopped(self._ended.message)
 
-    async def generate(self, request: GenerationRequest, *, timeout_s: float) -> AsyncGenerator[StepOutput, None]:
-        """The request's outputs, one per step that has some. Closing it, at any point, frees the request's pages.
+    async def generate(self, *requests: GenerationRequest, timeout_s: float) -> AsyncGenerator[StepOutput, None]:
+        """Outputs of requests that begin together, one per step and request. Closing it, at any point, frees all pages.
 
-        Raises: ValueError when the engine refuses the request, TimeoutError after `timeout_s`, EngineStopped.
+        Raises: ValueError when the engine refuses one of them, TimeoutError after `timeout_s`, EngineStopped.
         """
         loop = asyncio.get_running_loop()
         receiver = _Receiver(loop)
-        self._send(_Add(request, receiver))
-        self.num_open += 1
+        self._send(*(_Add(request, receiver) for request in requests))
+        self.num_open += len(requests)
         timer = loop.call_later(timeout_s, receiver.put, TimeoutError(f"no end after {timeout_s:g} s"))
-        ending = "abort"
+        endings: dict[str, FinishReason] = {}
+        otherwise = "abort"
         try:
-            async with contextlib.aclosing(self._outputs(receiver)) as outputs:
+            async with contextlib.aclosing(self._outputs(receiver, num_open=len(requests))) as outputs:
                 async for output in outputs:
-                    ending = output.finish_reason or ending
+                    if output.finish_reason is not None:
+                        endings[output.request_id] = output.finish_reason
                     yield output
         except TimeoutError:
-            ending = "timeout"
+            otherwise = "timeout"
             raise
         except (ValueError, EngineStopped):
-            ending = "error"
+            otherwise = "error"
             raise
         finally:
             timer.cancel()
-            self.num_open -= 1
-            self._metrics.count_ending(ending)
-            if ending in ("abort", "timeout"):
-                with contextlib.suppress(EngineStopped):
-                    self._send(_Abort(request.request_id))
+            self.num_open -= len(requests)
+            for request in requests:
+                self._metrics.count_ending(endings.get(request.request_id, otherwise))
+            unended = [request.request_id for request in requests if request.request_id not in endings]
+            with contextlib.suppress(EngineStopped):
+                self._send(*(_Abort(name, receiver) for name in unended))
 
-    async def _outputs(self, receiver: _Receiver) -> AsyncGenerator[StepOutput, None]:
-        newest, is_first = time.monotonic(), True
-        while True:
+    async def _outputs(self, receiver: _Receiver, *, num_open: int) -> AsyncGenerator[StepOutput, None]:
+        started = time.monotonic()
+        newest: dict[str, float] = {}
+        while num_open:
             item = await receiver.items.get()
             if isinstance(item, Exception):
                 raise item
-            now = time.monotonic()
-            self._metrics.count_tokens(len(item.token_ids), now - newest, is_first=is_first)
-            newest, is_first = now, False
+            now, name = time.monotonic(), item.request_id
+            self._metrics.count_tokens(
+                len(item.token_ids), now - newest.get(name, started), is_first=name not in newest
+            )
+            newest[name] = now
+            num_open -= item.finish_reason is not None
             yield item
-            if item.finish_reason is not None:
-                return
 
-    def _send(self, command: _Add | _Abort) -> None:
+    def _send(self, *commands: _Add | _Abort) -> None:
         with self._sending:  # what is sent is either applied or refused here: none stays behind in the inbox
             self.check()
-            self._inbox.put(command)
+            for command in commands:
+                self._inbox.put(command)
 
     def _run(self) -> None:
         reason = EngineStopped("the engine was stopped")
@@ -163,8 +170,9 @@ class EngineLoop:
 
     def _apply(self, command: _Add | _Abort) -> None:
         if isinstance(command, _Abort):
-            self._receivers.pop(command.request_id, None)
-            self.engine.abort(command.request_id)
+            if self._receivers.get(command.request_id) is command.receiver:  # else it ended, or was refused for its id
+                del self._receivers[command.request_id]
+                self.engine.abort(command.request_id)
             return
         try:
             self.engine.add(command.request)

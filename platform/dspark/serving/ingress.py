@@ -149,7 +149,7 @@ class _EventStream(StreamingResponse):
 
 async def _whole(http: Request, writer: TextWriter, answers: Answers) -> Response:
     async with contextlib.aclosing(answers):
-        return JSONResponse(writer.whole(await _unless_gone(http, _collect(answers))))
+        return JSONResponse(writer.whole(await _unless_gone(http, _collect(answers, writer.num_choices))))
 
 
 async def _stream(http: Request, request: GenerateRequest, writer: TextWriter, answers: Answers) -> Response:
@@ -167,23 +167,27 @@ async def _stream(http: Request, request: GenerateRequest, writer: TextWriter, a
 async def _events(
     request: GenerateRequest, writer: TextWriter, first: Delta, answers: Answers
 ) -> AsyncGenerator[bytes, None]:
-    """One event per step that has something to show, then what ended the answer."""
+    """One event per step and choice that has something to show, and what ended each choice."""
     item: Delta | Refusal = first
+    lasts: list[Delta] = []
     try:
         while True:
             if isinstance(item, Refusal):
                 yield error_event(item)
                 return
-            if item.text or (request.return_token_ids and item.token_ids):
+            if writer.has_part(item):
                 yield writer.chunk(item)
             if item.finish_reason is not None:
-                break
+                lasts.append(item)
+                if len(lasts) == writer.num_choices:
+                    break
+                yield writer.final(item)
             item = await _next(answers)
     except Exception:
         log.exception("stream failed")
         yield error_event(INTERNAL)
         return
-    usage = writer.usage(item) if request.includes_usage else b""
+    usage = writer.usage(lasts) if request.includes_usage else b""
     yield writer.final(item) + usage + DONE
 
 
@@ -194,14 +198,15 @@ async def _next(answers: Answers) -> Delta | Refusal:
     return item
 
 
-async def _collect(answers: Answers) -> list[Delta]:
+async def _collect(answers: Answers, num_choices: int) -> list[Delta]:
     """All of an answer. Raises: RequestRefused if it is refused, or breaks."""
     deltas: list[Delta] = []
-    while not deltas or deltas[-1].finish_reason is None:
+    while num_choices:
         item = await _next(answers)
         if isinstance(item, Refusal):
             raise RequestRefused(item)
         deltas.append(item)
+        num_choices -= item.finish_reason is not None
     return deltas
 
 

@@ -9,12 +9,8 @@ import pydantic
 import pydantic_core
 from pydantic import Field
 
-from dspark.config import Config
-from dspark.engine.sampling import SamplingParams
-
-MIN_TEMPERATURE = 0.01  # below it logits / temperature leaves float32
-MAX_STOP_STRINGS = 16
-INT64 = 2**63
+from dspark.engine.sampling import MAX_LOGPROBS
+from dspark.serving.sampling_fields import SamplingFields, Wire
 
 # Parameters of the API that change the output in a way this server does not, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -22,27 +18,17 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),  # how tools are called; there are none
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "stop_token_ids": ([],),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -79,12 +65,6 @@ class RequestRefused(Exception):
         return cls(Refusal(status, message, param, code))
 
 
-class Wire(Config):
-    """JSON types as they are: "1" is no number and true is no integer."""
-
-    model_config = pydantic.ConfigDict(strict=True)
-
-
 class StreamOptions(Wire):
     """How a stream is told."""
 
@@ -106,43 +86,20 @@ class ChatTurn(Wire):
         return "\n".join(_text_of(part) for part in content)
 
 
-class GenerateRequest(Wire):
-    """What both endpoints take. Sampling defaults are OpenAI's: temperature 1, the whole distribution."""
+class GenerateRequest(SamplingFields):
+    """What both endpoints take."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1, lt=2**31)
-    """Extension: keep this many most likely tokens."""
-    stop: list[str] = Field(default_factory=list, max_length=MAX_STOP_STRINGS)
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     """Extension, as vLLM's: a smaller one is served earlier and preempted later."""
-    ignore_eos: bool = False
-    """Extension, for benchmarks: no stop token ends the answer."""
     verify_length: int | None = Field(None, ge=0)
     """Extension, for tests and benchmarks: verify this many draft tokens a round, whatever the scheduler says."""
     return_token_ids: bool = False
     """Extension, as vLLM's: each choice carries its ids as `token_ids`, and the prompt's stand as `prompt_token_ids`
     in a completion's choice or beside a chat's choices, in a stream with the first chunk."""
-
-    @pydantic.field_validator("temperature")
-    @classmethod
-    def _keep_logits_finite(cls, temperature: float) -> float:
-        if 0 < temperature < MIN_TEMPERATURE:
-            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-        return temperature
-
-    @pydantic.field_validator("stop", mode="before")
-    @classmethod
-    def _listed(cls, stop: Any) -> Any:
-        stops = [stop] if isinstance(stop, str) else stop
-        if isinstance(stops, list) and "" in stops:
-            raise ValueError("a stop string must not be empty")
-        return stops
 
     @property
     def token_limit(self) -> int | None:
@@ -154,10 +111,6 @@ class GenerateRequest(Wire):
         return "max_tokens"
 
     @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
-
-    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -167,6 +120,12 @@ class ChatRequest(GenerateRequest):
 
     messages: list[ChatTurn] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -181,6 +140,11 @@ class CompletionRequest(GenerateRequest):
     """POST /v1/completions. A prompt is a text or token ids; several prompts are several requests."""
 
     prompt: str | list[int]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     @pydantic.field_validator("prompt", mode="before")
     @classmethod
@@ -224,6 +188,8 @@ def _require_consistent(request: GenerateRequest) -> None:
             f"max_tokens is {request.max_tokens} but max_completion_tokens is {request.token_limit}; send one of them",
             param="max_tokens",
         )
+    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+        raise RequestRefused.of("top_logprobs needs logprobs = true", param="top_logprobs")
 
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

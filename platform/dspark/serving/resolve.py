@@ -5,6 +5,7 @@ import copy
 from dspark.chat import ChatConfig, render_prompt
 from dspark.engine.loading import LoadedEngine
 from dspark.engine.request import GenerationRequest
+from dspark.engine.sampling import sampling_problem
 from dspark.serving.config import LimitsConfig
 from dspark.serving.openai_schema import ChatRequest, CompletionRequest, GenerateRequest, RequestRefused
 
@@ -18,7 +19,7 @@ class RequestResolver:
 
     def __init__(self, loaded: LoadedEngine, chat: ChatConfig, limits: LimitsConfig) -> None:
         # Its own: a fast tokenizer that encodes here while the engine's thread decodes fails as "already borrowed".
-        self._tokenizer = copy.deepcopy(loaded.tokenizer)
+        self.tokenizer = copy.deepcopy(loaded.tokenizer)
         self._chat = chat
         self._limits = limits
         self._stop_ids = loaded.stop_ids
@@ -35,12 +36,21 @@ class RequestResolver:
             message = f"priority {request.priority}: this server takes 0 only (limits.allow_priority is off)"
             raise RequestRefused.of(message, param="priority")
         prompt_ids = self._prompt_ids(request)
+        for token_id in request.stop_token_ids:
+            self._require_known("stop_token_ids", token_id)
+        stop_ids = (frozenset() if request.ignore_eos else self._stop_ids) | {*request.stop_token_ids}
+        sampling, max_tokens = request.sampling, self._max_tokens(request, len(prompt_ids))
+        problem = sampling_problem(
+            sampling, stop_ids=stop_ids, max_tokens=max_tokens, vocabulary_size=self._vocabulary_size
+        )
+        if problem is not None:
+            raise RequestRefused.of(problem[1], param=problem[0])
         return GenerationRequest(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
-            sampling=request.sampling,
-            max_tokens=self._max_tokens(request, len(prompt_ids)),
-            stop_ids=frozenset() if request.ignore_eos else self._stop_ids,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
             stop_strings=tuple(request.stop),
             seed=request.seed,
             verify_length=request.verify_length,
@@ -50,17 +60,21 @@ class RequestResolver:
     def _prompt_ids(self, request: GenerateRequest) -> list[int]:
         if isinstance(request, ChatRequest):
             try:
-                return render_prompt(self._tokenizer, [turn.model_dump() for turn in request.messages], self._chat)
+                return render_prompt(self.tokenizer, [turn.model_dump() for turn in request.messages], self._chat)
             except ValueError as error:
                 raise RequestRefused.of(str(error), param="messages") from None
         assert isinstance(request, CompletionRequest)
         if isinstance(request.prompt, str):
-            return list(self._tokenizer(request.prompt)["input_ids"])
+            return list(self.tokenizer(request.prompt)["input_ids"])
         for token_id in request.prompt:
-            if not 0 <= token_id < self._vocabulary_size:
-                message = f"token id {token_id} is outside of the vocabulary of {self._vocabulary_size}"
-                raise RequestRefused.of(message, param="prompt")
+            self._require_known("prompt", token_id)
         return request.prompt
+
+    def _require_known(self, param: str, token_id: int) -> None:
+        """Raises: RequestRefused for an id that the target does not have."""
+        if not 0 <= token_id < self._vocabulary_size:
+            message = f"token id {token_id} is outside of the vocabulary of {self._vocabulary_size}"
+            raise RequestRefused.of(message, param=param)
 
     def _max_tokens(self, request: GenerateRequest, num_prompt: int) -> int:
         """Tokens the answer may have. Raises: RequestRefused when prompt or answer are over a limit."""

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -21,6 +22,7 @@ from dspark.serving.metrics import ReplicaMetrics, counter, engine_families, gau
 from dspark.serving.openai_schema import GenerateRequest, Refusal, RequestRefused
 from dspark.serving.resolve import RequestResolver
 from dspark.serving.scheduler_actor import connect_scheduler
+from dspark.serving.token_logprobs import TokenTexts
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -47,6 +49,7 @@ class TargetReplica:
         engine = self.loaded.engine
         self._limits = config.limits
         self._resolver = RequestResolver(self.loaded, _chat(config, self.loaded), config.limits)
+        self._token_texts = TokenTexts(self._resolver.tokenizer)
         self._metrics = ReplicaMetrics()
         self._fleet = None
         if config.fleet.enabled and ray.is_initialized():
@@ -65,8 +68,9 @@ class TargetReplica:
             self._metrics.count_refusal(refused.refusal.status)
             yield refused.refusal
             return
-        outputs = self._loop.generate(resolved, timeout_s=self._limits.request_timeout_s)
-        prompt_ids = resolved.prompt_ids if request.return_token_ids else None
+        index = {choice.request_id: choice.choice for choice in resolved}
+        outputs = self._loop.generate(*resolved, timeout_s=self._limits.request_timeout_s)
+        prompt_ids = resolved[0].prompt_ids if request.return_token_ids else None
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -77,6 +81,8 @@ class TargetReplica:
                         output.num_prompt_tokens,
                         output.num_output_tokens,
                         prompt_ids,
+                        index[output.request_id],
+                        None if output.logprobs is None else [self._token_texts.show(one) for one in output.logprobs],
                     )
                     prompt_ids = None  # they are told once
         except ValueError as error:
@@ -105,12 +111,16 @@ class TargetReplica:
         if hasattr(self, "_loop"):
             self.close()
 
-    def _admit(self, request_id: str, request: GenerateRequest) -> GenerationRequest:
+    def _admit(self, request_id: str, request: GenerateRequest) -> list[GenerationRequest]:
+        """An engine request per choice: they differ in their noise alone."""
         most = self._limits.max_concurrent_requests
-        if self._loop.num_open >= most:
+        if request.n > most:
+            raise RequestRefused.of(f"n is {request.n}; this server allows {most}", param="n")
+        if self._loop.num_open + request.n > most:
             message = f"{most} requests are running or waiting; try again later"
             raise RequestRefused.of(message, code="rate_limit_exceeded", status=429)
-        return self._resolver.resolve(request_id, request)
+        resolved = self._resolver.resolve(request_id, request)
+        return [replace(resolved, request_id=f"{request_id}-{choice}", choice=choice) for choice in range(request.n)]
 
     def _state_families(self) -> "list[Metric]":
         """What is fixed from the start, what was found missing then, and how it stands with the fleet."""

@@ -73,7 +73,7 @@ def test_rounds_in_company_are_those_of_a_drafter_that_keeps_nothing(model, draf
 
 
 def test_seeded_requests_sample_in_company_what_they_sample_alone(model, drafter):
-    options = {"sampling": SamplingParams(temperature=0.8), "seed": 5}
+    options = {"sampling": SamplingParams(temperature=0.8, seeded="rejection"), "seed": 5}
     together = outputs_of(model, paged(drafter), **options)
     alone = outputs_of(model, paged(drafter), max_running_requests=1, **options)
     assert [ids_of(one) for one in together] == [ids_of(one) for one in alone]

@@ -276,7 +276,10 @@ def test_a_scheduler_without_a_curve_is_refused(model, continuations):
         make_engine(model, scripted(continuations), verify_length=9)
 
 
-SAMPLED = [SamplingParams(temperature=t, top_p=p) for t, p in ((0.0, 1.0), (0.3, 1.0), (0.8, 0.9), (1.0, 1.0))]
+SAMPLED = [
+    SamplingParams(temperature=t, top_p=p, seeded="rejection")
+    for t, p in ((0.0, 1.0), (0.3, 1.0), (0.8, 0.9), (1.0, 1.0))
+]
 
 
 @pytest.mark.parametrize("length", [0, 2, 4])

@@ -47,7 +47,7 @@ def test_greedy_output_is_the_librarys_own(model: Any, drafter: Any, tiny_target
 
 
 def test_seeded_output_in_company_is_that_alone(model: Any, drafter: Any):
-    sampling = SamplingParams(temperature=0.8)
+    sampling = SamplingParams(temperature=0.8, seeded="rejection")
 
     def outputs_of(chosen: list[int]) -> dict[int, list[int]]:
         engine = make_engine(model, PagedDraftRunner(drafter, num_pages=512, page_size=4))

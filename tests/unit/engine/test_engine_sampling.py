@@ -1,6 +1,5 @@
 """What the engine samples follows the target's distribution, whatever drafter, company and scheduler."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,57 +13,16 @@ from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.speculation.proposal import Proposal
 from scripted_drafters import FixedDistributionDrafter
 from tiny_engine import ids_of, make_engine, request, run
-from tiny_target import small_vocabulary_target
-
-VOCABULARY = 8
-PROMPT = [0, 3, 1]
+from toy_sampling import FAR, PROMPT, VOCABULARY, misfit, sample_outputs, toy_target
 
 
-def toy_target(*, initializer_range: float = 0.7, vocab_size: int = VOCABULARY) -> Any:
-    return small_vocabulary_target(vocab_size, initializer_range=initializer_range)
-
-
-def misfit(model: Any, outputs: Sequence[list[int]], sampling: SamplingParams) -> tuple[float, int]:
-    """(p of a chi-square test, draws): do tokens follow the exact conditional distributions of their own prefixes?
-
-    Per token before, d = sum of one-hot(drawn) - p over all draws has covariance C = sum of diag(p) - p p^T, so that
-    d' C^+ d is chi-square with rank(C) degrees; the sum over the tokens before is one with all their degrees.
-    """
-    excess = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
-    covariance = torch.zeros(VOCABULARY, VOCABULARY, VOCABULARY, dtype=torch.float64)
-    num_draws = 0
-    with torch.no_grad():
-        rows = model(torch.tensor([PROMPT + ids for ids in outputs])).logits[:, len(PROMPT) - 1 : -1]
-    probs = filtered_probs(rows, sampling).double()
-    for ids, distributions in zip(outputs, probs, strict=True):
-        for before, drawn, p in zip([PROMPT[-1], *ids], ids, distributions, strict=False):
-            assert p[drawn] > 0, "a token outside of the target's filters was output"
-            excess[before] -= p
-            excess[before, drawn] += 1
-            covariance[before] += torch.diag(p) - torch.outer(p, p)
-            num_draws += 1
-    statistic, degrees = 0.0, 0
-    for d, c in zip(excess, covariance, strict=True):
-        inverse = torch.linalg.pinv(c, rtol=1e-9, hermitian=True)
-        statistic += float(d @ inverse @ d)
-        degrees += int(torch.linalg.matrix_rank(c, rtol=1e-9, hermitian=True))
-    return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2))), num_draws
-
-
-def sample_outputs(model: Any, engine: Any, sampling: SamplingParams, *, num: int, max_tokens: int) -> list[list[int]]:
-    asked = [request(PROMPT, str(i), sampling=sampling, seed=i, max_tokens=max_tokens) for i in range(num)]
-    outputs = [ids_of(found) for found in run(engine, asked).values()]
-    model.set_attn_implementation("sdpa")
-    return outputs
-
-
-FAR = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.04, 0.03, 0.02, 0.01])
+def drawn(**filters: Any) -> SamplingParams:
+    """By rejection sampling, as requests without a seed are; a seed repeats the test."""
+    return SamplingParams(**filters, seeded="rejection")
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(temperature=1.0), SamplingParams(temperature=1.3, top_p=0.8, top_k=6)]
-)
+@pytest.mark.parametrize("sampling", [drawn(temperature=1.0), drawn(temperature=1.3, top_p=0.8, top_k=6, min_p=0.05)])
 def test_sampled_tokens_follow_the_filtered_target(concurrency, sampling):
     model = toy_target()
     drafts = SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=3))
@@ -79,7 +37,7 @@ def test_sampled_tokens_follow_the_filtered_target(concurrency, sampling):
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_sampled_tokens_follow_the_target_where_the_text_is_copied(concurrency):
     """Which level drafts, and how much of it is verified, must not depend on what is drawn next."""
-    model, sampling = toy_target(), SamplingParams(temperature=0.7)
+    model, sampling = toy_target(), drawn(temperature=0.7)
     drafts = SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=3))
     curve = CostCurve((1, 64), (1.0, 1.3), (1, 8), (0.02, 0.04))
     lookup = LookupConfig(block_size=5, min_match=1, max_match=3)
@@ -101,7 +59,7 @@ def test_the_fit_notices_a_sampler_that_accepts_too_much():
 def test_acceptance_is_the_overlap_of_both_distributions():
     """Sum of min(p, q) over the tokens, within 2 % (B36)."""
     model = toy_target()
-    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    sampling = drawn(temperature=1.0, top_p=0.9)
     engine = make_engine(model, SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=1)))
     outputs = sample_outputs(model, engine, sampling, num=400, max_tokens=30)
     with torch.no_grad():
@@ -158,7 +116,7 @@ def frequency_of_a(num: int) -> float:
         model.model.norm.weight.zero_()  # every token equally likely
     drafts = SequentialDraftRunner(AppendixDrafter(), has_confidence=True)
     engine = make_engine(model, drafts, curve=STAIRS, probe_every=1)
-    sampling = SamplingParams(temperature=1.0)
+    sampling = drawn(temperature=1.0)
     asked = [request(PROMPT, str(i), sampling=sampling, seed=i, max_tokens=5) for i in range(num)]
     outputs = [ids_of(run(engine, [one])[one.request_id]) for one in asked]  # one at a time: R = 1
     assert engine.stats.drafted >= num

@@ -84,6 +84,15 @@ def test_a_stop_string_is_seen_in_byte_pieces_that_could_go_on():
     assert text.finish() == "aé"
 
 
+def test_stop_strings_are_not_looked_for_in_the_first_tokens():
+    text = OutputText(Detokenizer(TOKENIZER), ["ab"], num_unsearched=3)
+    assert text.extend(ids_of("ab")) == 2
+    assert text.take() == "ab"
+    assert text.extend(ids_of("abxab.")) == 5  # the third token is still free, and what begins in it, too
+    assert text.is_stopped
+    assert text.finish() == "abx"
+
+
 @pytest.mark.parametrize(
     ("text", "stop_strings", "start"),
     [

@@ -34,6 +34,16 @@ def test_an_answer_comes_step_by_step(client: ReplicaClient) -> None:
     assert [item.finish_reason for item in items][-2:] == [None, "length"]
 
 
+def test_several_choices_come_to_their_ends(client: ReplicaClient) -> None:
+    async def run() -> list[Any]:
+        asked = CompletionRequest(model=MODEL, prompt=[5, 6], n=2, seed=1, max_tokens=9, ignore_eos=True)
+        return [item async for item in client.generate("r", asked)]
+
+    items = asyncio.run(run())
+    assert [sum(len(item.token_ids) for item in items if item.index == index) for index in (0, 1)] == [9, 9]
+    assert sum(item.finish_reason == "length" for item in items) == 2
+
+
 def test_a_refusal_is_the_only_item(client: ReplicaClient) -> None:
     async def run() -> list[Any]:
         return [item async for item in client.generate("r", request(max_tokens=5000))]

@@ -63,6 +63,39 @@ def test_a_request_the_engine_refuses_leaves_nothing_behind(loop: EngineLoop) ->
     assert loop.num_open == 0
 
 
+def test_requests_that_begin_together_come_on_one_stream_and_close_together(loop: EngineLoop) -> None:
+    asked = [request([5 + i], str(i), max_tokens=4 + 3 * i) for i in range(3)]
+
+    async def run() -> tuple[list[Any], bool]:
+        outputs = [output async for output in loop.generate(*asked, timeout_s=30)]
+        answer = loop.generate(*(request([5], f"again {i}", max_tokens=400) for i in range(3)), timeout_s=30)
+        await anext(answer)
+        await answer.aclose()
+        return outputs, await wait_until(lambda: is_empty(loop.engine))
+
+    outputs, is_freed = asyncio.run(run())
+    assert is_freed
+    assert loop.num_open == 0
+    for one in asked:
+        own = [output for output in outputs if output.request_id == one.request_id]
+        assert len(ids_of(own)) == one.max_tokens
+        assert [output.finish_reason for output in own] == [None] * (len(own) - 1) + ["length"]
+
+
+def test_one_that_is_refused_ends_those_it_began_with_and_no_other_of_its_name(loop: EngineLoop) -> None:
+    async def run() -> None:
+        other = loop.generate(request([5], "taken", max_tokens=60), timeout_s=30)
+        first = await anext(other)
+        with pytest.raises(ValueError, match="in use"):
+            async for _ in loop.generate(request([6], "mine", max_tokens=400), request([5], "taken"), timeout_s=30):
+                pass
+        rest = [output async for output in other]
+        assert len(ids_of([first, *rest])) == 60
+        assert await wait_until(lambda: is_empty(loop.engine))
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_closing_a_request_frees_its_pages(loop: EngineLoop, after: int) -> None:
     async def run() -> bool:

@@ -8,9 +8,25 @@ from typing import Any
 import httpx
 import pytest
 
-from dspark.serving.ingress import read_api_keys
+from dspark.serving.ingress import build_app, read_api_keys
 from dspark.serving.target_replica import TargetReplica
-from tiny_serving import CHAT, MODEL, TEXT, ask, chat, completion, error_of, events, post, serve_config
+from tiny_serving import (
+    CHAT,
+    MODEL,
+    TEXT,
+    ask,
+    chat,
+    completion,
+    error_of,
+    events,
+    hang_up,
+    is_empty,
+    num_ended,
+    post,
+    serve_config,
+    slowed,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +124,87 @@ def test_a_seed_repeats_in_any_company_and_another_differs(replica: TargetReplic
     assert sampled(43) != [alone]
 
 
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.5, "repetition_penalty": 1.2, "min_p": 0.01, "logit_bias": {"40": 2}}
+
+
+def test_a_seed_gives_one_text_at_every_verify_length(replica: TargetReplica) -> None:
+    answers = [
+        post(replica, TEXT, completion(temperature=1.0, seed=42, verify_length=length, **PENALTIES)).json()
+        for length in (0, 1, 4, 7)
+    ]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(("path", "make"), [(CHAT, chat), (TEXT, completion)])
+def test_choices_of_a_stream_are_those_of_the_whole_answer(replica: TargetReplica, path: str, make: Any) -> None:
+    body = make(n=3, temperature=1.0, seed=9, return_token_ids=True, stop_token_ids=[40, 41], min_tokens=4)
+    whole = post(replica, path, body).json()
+    ids = [choice["token_ids"] for choice in whole["choices"]]
+    assert len({tuple(one) for one in ids}) == 3
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["completion_tokens"] == sum(len(one) for one in ids)
+    stream = events(post(replica, path, {**body, "stream": True, "stream_options": {"include_usage": True}}))
+    *chunks, usage, done = stream
+    assert done == "[DONE]"
+    assert usage["usage"] == whole["usage"]
+    for index, choice in enumerate(whole["choices"]):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [token_id for part in own for token_id in part.get("token_ids", [])] == choice["token_ids"]
+        assert [part["finish_reason"] for part in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+    (alone,) = post(replica, path, {**body, "n": 1}).json()["choices"]
+    assert alone["token_ids"] == ids[0]
+
+
+def test_closing_a_stream_of_several_choices_frees_all_of_them(replica: TargetReplica) -> None:
+    async def talk() -> bool:
+        app = build_app(replica, serve_config("unused"))
+        await hang_up(app, TEXT, completion(n=4, temperature=1.0, max_tokens=200, stream=True), after_chunks=3)
+        return await wait_until(lambda: is_empty(replica))
+
+    before = num_ended(replica, "abort")
+    with slowed(replica, 0.005):
+        assert asyncio.run(talk())
+    assert num_ended(replica, "abort") == before + 4
+    assert replica._loop.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("verify_length", [0, 4])
+def test_there_is_a_logprob_per_returned_token_and_none_past_the_stop(
+    replica: TargetReplica, verify_length: int, stream: bool
+) -> None:
+    """A stop string in mid-block, by greedy output."""
+    free = post(replica, TEXT, completion(max_tokens=60)).json()["choices"][0]["text"]
+    body = completion(
+        max_tokens=60, stop=[free[20:23]], logprobs=5, return_token_ids=True, verify_length=verify_length, stream=stream
+    )
+    answer = post(replica, TEXT, body)
+    parts = [part["choices"][0] for part in events(answer)[:-1]] if stream else answer.json()["choices"]
+    told = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+    ids = [token_id for part in parts for token_id in part.get("token_ids", [])]
+    values = [value for one in told for value in one["token_logprobs"]]
+    best = [max(one.values()) for part in told for one in part["top_logprobs"]]
+    assert len(values) == len(ids) == sum(len(one["tokens"]) for one in told) > 3
+    assert values == pytest.approx(best)  # greedy: the token is the likeliest
+    assert all(value < 0 for value in values)
+    assert "".join(part["text"] for part in parts) == free[: free.index(free[20:23])]
+
+
+def test_a_chats_logprobs_are_those_of_the_plain_target(replica: TargetReplica) -> None:
+    def told(**options: Any) -> list[Any]:
+        answer = post(replica, CHAT, chat(logprobs=True, top_logprobs=2, **options)).json()
+        return list(answer["choices"][0]["logprobs"]["content"])
+
+    plain, biased = told(verify_length=0), told(logit_bias={"5": -100})
+    assert len(plain) == 24
+    assert plain[0]["top_logprobs"] == biased[0]["top_logprobs"]  # a bias is not in them
+    for one, other in zip(plain, told(verify_length=5), strict=True):
+        assert one["token"] == other["token"]
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+        assert bytes(one["bytes"]).decode(errors="replace") == one["token"]
+        assert [top["token"] for top in one["top_logprobs"]] == [top["token"] for top in other["top_logprobs"]]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -120,7 +217,11 @@ def test_a_seed_repeats_in_any_company_and_another_differs(replica: TargetReplic
         (TEXT, completion([320]), "prompt"),
         (TEXT, completion([-1]), "prompt"),
         (TEXT, completion(verify_length=8), "verify_length"),
-        (TEXT, completion(logprobs=5), "logprobs"),
+        (TEXT, completion(logprobs=21), "logprobs"),
+        (TEXT, completion(banned_token_ids=[320]), "banned_token_ids"),
+        (TEXT, completion(n=129), "n"),
+        (CHAT, chat(logprobs=5), "logprobs"),
+        (CHAT, chat(top_logprobs=5), "top_logprobs"),
         (CHAT, chat(tools=[{"type": "function"}]), "tools"),
         (CHAT, {**chat(), "messages": []}, "messages"),
         (CHAT, chat(""), "messages.0.content"),

@@ -106,6 +106,9 @@ def test_requests_over_the_limit_are_told_to_come_back(tiny_target: Path) -> Non
     with slowed(replica, 0.01):
         answers = ask(replica, config, talk)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429, 429]
+    both, too_many = (post(replica, TEXT, completion(n=n)) for n in (2, 3))  # each choice is a request
+    assert len(both.json()["choices"]) == 2
+    assert (too_many.status_code, error_of(too_many)["param"]) == (400, "n")
     assert is_empty(replica)
     replica.close()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dspark.engine.sampling import SamplingParams
 from dspark.serving.openai_schema import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
@@ -53,8 +54,35 @@ def test_every_supported_field_is_read() -> None:
         verify_length=2,
         ignore_eos=True,
         return_token_ids=True,
+        min_p=0.1,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias={"50": -100, "7": 1.5},
+        allowed_token_ids=[1, 7],
+        banned_token_ids=[4],
+        min_tokens=3,
+        stop_token_ids=[9],
+        logprobs=True,
+        top_logprobs=5,
+        n=3,
     )
     assert request.includes_usage
+    assert request.sampling == SamplingParams(
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias={50: -100, 7: 1.5},
+        allowed_token_ids=(1, 7),
+        banned_token_ids=(4,),
+        min_tokens=3,
+        logprobs=5,
+    )
+    assert (request.n, request.stop_token_ids) == (3, [9])
     assert (request.token_limit, request.stop, request.seed, request.verify_length) == (7, ["a", "b"], -4, 2)
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.0, 0.5, 3)
 
@@ -120,11 +148,19 @@ def test_what_asks_for_nothing_is_let_through(name: str) -> None:
         assert chat(**{name: neutral}) == chat()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("n", 2), ("logprobs", True), ("logprobs", 0), ("presence_penalty", 0.1), ("min_p", 0.3)]
-)
+@pytest.mark.parametrize(("name", "value"), [("best_of", True), ("best_of", 2), ("echo", 0), ("suffix", " ")])
 def test_close_to_nothing_is_something(name: str, value: Any) -> None:
     assert refusal(text, **{name: value}).param == name
+
+
+def test_logprobs_are_told_as_each_endpoint_asks_for_them() -> None:
+    assert [text(logprobs=n).sampling.logprobs for n in (None, 0, 5)] == [None, 0, 5]
+    assert [chat(logprobs=on).sampling.logprobs for on in (None, False, True)] == [None, None, 0]
+    assert chat(logprobs=True, top_logprobs=2).sampling.logprobs == 2
+    assert refusal(chat, top_logprobs=2).message == "top_logprobs needs logprobs = true"
+    assert refusal(chat, logprobs=2).param == "logprobs"
+    assert refusal(text, logprobs=True).param == "logprobs"
+    assert refusal(text, top_logprobs=2).param == "top_logprobs"
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
@@ -153,6 +189,24 @@ def test_who_asks_does_not_matter(name: str) -> None:
         ("stop", 5),
         ("stop", ["x"] * 17),
         ("verify_length", -1),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0),
+        ("logit_bias", [1]),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1" * 5000: 1}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", "all"),
+        ("banned_token_ids", 5),
+        ("min_tokens", -1),
+        ("min_tokens", 1.5),
+        ("stop_token_ids", 2),
+        ("logprobs", 21),
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("model", 5),
@@ -170,6 +224,21 @@ def test_a_temperature_is_a_finite_number(number: str) -> None:
     body = json.dumps(TEXT)[:-1] + f', "temperature": {number}}}'
     with pytest.raises(RequestRefused):
         parse_request(CompletionRequest, body.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("logit_bias", {"5": 101}, "logit_bias.5"),
+        ("logit_bias", {"5": "1"}, "logit_bias.5"),
+        ("allowed_token_ids", [1, -1], "allowed_token_ids.1"),
+        ("banned_token_ids", [1.5], "banned_token_ids.0"),
+        ("stop_token_ids", [True], "stop_token_ids.0"),
+    ],
+)
+def test_a_value_inside_of_a_parameter_is_refused_by_its_place(name: str, value: Any, param: str) -> None:
+    for parse in (chat, text):
+        assert refusal(parse, **{name: value}).param == param
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name() -> None:

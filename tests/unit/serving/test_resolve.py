@@ -58,6 +58,11 @@ def test_every_declared_stop_token_stops_unless_ignored(loaded: LoadedEngine) ->
     assert resolver(loaded).resolve("r", text_request("a", ignore_eos=True)).stop_ids == frozenset()
 
 
+def test_stop_ids_of_a_request_come_beside_the_targets_own(loaded: LoadedEngine) -> None:
+    assert resolver(loaded).resolve("r", text_request("a", stop_token_ids=[7])).stop_ids == {0, 2, 7}
+    assert resolver(loaded).resolve("r", text_request("a", stop_token_ids=[7], ignore_eos=True)).stop_ids == {7}
+
+
 def test_the_rest_is_handed_on(loaded: LoadedEngine) -> None:
     request = resolver(loaded, allow_priority=True).resolve(
         "r", text_request("a", temperature=0.5, top_k=4, stop=["x"], seed=9, verify_length=2, priority=-1, max_tokens=3)
@@ -83,6 +88,13 @@ def test_limits_by_default(loaded: LoadedEngine) -> None:
         (text_request([5] * 31), "prompt"),
         (text_request([5], verify_length=8), "verify_length"),
         (text_request([5], priority=-1), "priority"),
+        (text_request([5], stop_token_ids=[320]), "stop_token_ids"),
+        (text_request([5], logit_bias={"320": 1.0}), "logit_bias"),
+        (text_request([5], allowed_token_ids=[320]), "allowed_token_ids"),
+        (text_request([5], banned_token_ids=[320]), "banned_token_ids"),
+        (text_request([5], allowed_token_ids=[3], banned_token_ids=[3]), "banned_token_ids"),
+        (text_request([5], min_tokens=4, max_tokens=3), "min_tokens"),
+        (text_request([5], min_tokens=1, allowed_token_ids=[0, 2]), "min_tokens"),
         (chat_request("x" * 600), "messages"),
         (chat_request("hello", max_completion_tokens=101), "max_completion_tokens"),
     ],
@@ -99,4 +111,4 @@ def test_prompt_and_answer_may_fill_the_context(loaded: LoadedEngine) -> None:
 
 
 def test_the_resolvers_tokenizer_is_its_own(loaded: LoadedEngine) -> None:
-    assert resolver(loaded)._tokenizer is not loaded.tokenizer
+    assert resolver(loaded).tokenizer is not loaded.tokenizer

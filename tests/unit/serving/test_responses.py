@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from dspark.serving.engine_client import Delta
 from dspark.serving.openai_schema import ChatRequest, CompletionRequest, Refusal
 from dspark.serving.responses import ChatWriter, TextWriter, error_event
+from dspark.serving.token_logprobs import ShownLogprobs, ShownToken
 
 DELTAS = [
     Delta("Hel", [5], None, 3, 1),
@@ -88,7 +89,7 @@ def test_an_answer_without_text_still_names_the_role() -> None:
 
 def test_the_usage_chunk_has_no_choice() -> None:
     for writer in (chat_writer(), text_writer()):
-        chunk = content(writer.usage(DELTAS[2]))
+        chunk = content(writer.usage(DELTAS[2:]))
         assert (chunk["choices"], chunk["usage"]["total_tokens"]) == ([], 9)
 
 
@@ -97,6 +98,94 @@ def test_completion_chunks_are_completions() -> None:
     for event in (writer.chunk(DELTAS[0]), writer.final(DELTAS[2])):
         parsed = Completion.construct(**content(event))  # as the client does: a chunk's reason may be null
         assert (parsed.id, parsed.object) == ("id", "text_completion")
+
+
+def token(text: str, logprob: float) -> ShownToken:
+    return ShownToken(text, text.encode(), logprob)
+
+
+def told(text: str, logprob: float) -> ShownLogprobs:
+    """A token, the best one, and one with the same text as the token that is less likely."""
+    return ShownLogprobs(token(text, logprob), (token("best", -0.1), token(text, -9.0)))
+
+
+TOLD = [
+    Delta("Hel", [5], None, 3, 1, logprobs=[told("Hel", -1.0)]),
+    Delta("", [6, 7], None, 3, 3, logprobs=[told("l", -2.0), told("o", -3.0)]),  # held back: a stop may begin there
+    Delta("lo", [2], "stop", 3, 4, logprobs=[told("<end>", -4.0)]),
+]
+
+
+def test_a_chats_logprobs_have_an_entry_per_token_with_text_and_bytes() -> None:
+    answer = ChatCompletion.model_validate(chat_writer(logprobs=True, top_logprobs=2).whole(TOLD))
+    assert answer.choices[0].logprobs is not None
+    content_ = answer.choices[0].logprobs.content
+    assert content_ is not None
+    assert [(one.token, one.logprob, one.bytes) for one in content_][:2] == [
+        ("Hel", -1.0, [72, 101, 108]),
+        ("l", -2.0, [108]),
+    ]
+    assert [[other.token for other in one.top_logprobs] for one in content_][3] == ["best", "<end>"]
+
+
+def test_a_completions_logprobs_are_lists_with_offsets() -> None:
+    answer = Completion.model_validate(text_writer(logprobs=2).whole(TOLD))
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert (found.tokens, found.token_logprobs) == (["Hel", "l", "o", "<end>"], [-1.0, -2.0, -3.0, -4.0])
+    assert found.text_offset == [0, 3, 4, 5]
+    assert found.top_logprobs is not None
+    assert found.top_logprobs[1] == {"best": -0.1, "l": -2.0}
+
+
+@pytest.mark.parametrize("writer_of", [lambda: chat_writer(logprobs=True), lambda: text_writer(logprobs=0)])
+def test_the_logprobs_of_a_streams_chunks_join_to_those_of_the_whole(writer_of: Any) -> None:
+    whole = writer_of().whole(TOLD)["choices"][0]["logprobs"]
+    writer = writer_of()
+    assert all(writer.has_part(delta) for delta in TOLD)
+    parts = [content(writer.chunk(delta))["choices"][0]["logprobs"] for delta in TOLD]
+    assert content(writer.final(TOLD[-1]))["choices"][0]["logprobs"] is None
+    assert whole == {key: [entry for part in parts for entry in part[key]] for key in whole}
+
+
+def test_nothing_is_shown_of_a_step_that_only_holds_text_back() -> None:
+    assert not text_writer().has_part(DELTAS[1])
+    assert text_writer(return_token_ids=True).has_part(DELTAS[1])
+
+
+MIXED = [
+    Delta("a", [5], None, 3, 1, (1, 2, 3), index=1),
+    Delta("b", [6], "length", 3, 1, index=0),
+    Delta("c", [7, 8], "stop", 3, 3, index=1),
+]
+
+
+@pytest.mark.parametrize("writer_of", [chat_writer, text_writer])
+def test_choices_that_come_mixed_are_told_in_order(writer_of: Any) -> None:
+    answer = writer_of(n=2, return_token_ids=True).whole(MIXED)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "stop"]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [[6], [5, 7, 8]]
+    texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == ["b", "ac"]
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
+
+def test_each_choice_of_a_stream_names_its_role_once_and_has_its_own_offsets() -> None:
+    writer = chat_writer(n=2)
+    chunks = [content(writer.chunk(delta))["choices"][0] for delta in MIXED]
+    assert [(chunk["index"], chunk["delta"].get("role")) for chunk in chunks] == [
+        (1, "assistant"),
+        (0, "assistant"),
+        (1, None),
+    ]
+    lasts = [content(writer.final(delta))["choices"][0] for delta in MIXED[1:]]
+    assert [(last["index"], last["finish_reason"]) for last in lasts] == [(0, "length"), (1, "stop")]
+    assert content(writer.usage(MIXED[1:]))["usage"]["completion_tokens"] == 4
+    writer_ = text_writer(n=2, logprobs=0)
+    shown = [replace(delta, logprobs=[told(delta.text, -1.0)]) for delta in MIXED]
+    offsets = [content(writer_.chunk(delta))["choices"][0]["logprobs"]["text_offset"] for delta in shown]
+    assert offsets == [[0], [0], [1]]
 
 
 @pytest.mark.parametrize("text", ["a\n\nb", "data: x", "\r\n", "\u2028"])
