@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -94,7 +95,8 @@ def gradient_errors(vocabulary: int, *, positions: int = 28) -> tuple[float, dic
     given = problem(positions, vocabulary, distance=0.016)
     h, embedded, head, bias_weight, targets = given
     bias_weight = 0.1 * bias_weight
-    wide = HeadTargets(**{k: v.double() if v.is_floating_point() else v for k, v in vars(targets).items()})
+    floats = {k: v.double() for k, v in vars(targets).items() if isinstance(v, Tensor) and v.is_floating_point()}
+    wide = replace(targets, **floats)
     exact = gradients(eager, (h.double(), embedded.double(), head.double(), bias_weight.double(), wide))
     found = gradients(fused, (h, embedded, head, bias_weight, targets))
     tv = head_loss(h, embedded, head, bias_weight, targets)[2]
