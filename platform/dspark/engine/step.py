@@ -66,8 +66,8 @@ def decode(running: RunningRequest, proposal: Proposal) -> Work:
 def judge(works: Sequence[Work], batch: FlatBatch, output: TargetOutput) -> list[Verdict | None]:
     """A verdict per request; None where the prompt goes on. Sampling draws from each request's own generator."""
     has_greedy = any(work.yields_token and work.running.is_greedy for work in works)
-    choices = output.logits.argmax(dim=-1).tolist() if has_greedy else []
-    nothing = Proposal(torch.empty(0, dtype=torch.long, device=output.logits.device), None, None)
+    choices = output.choices() if has_greedy else []
+    nothing = Proposal(torch.empty(0, dtype=torch.long, device=output.scores.device), None, None)
     verdicts: list[Verdict | None] = []
     for i, work in enumerate(works):
         rows = slice(batch.cu_logits[i], batch.cu_logits[i + 1])
