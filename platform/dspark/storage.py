@@ -6,6 +6,7 @@ an object is written whole under its final name, and a folder's manifest last of
 
 import contextlib
 import fnmatch
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
 
 LOCAL_SCHEME = "file"
+
+
+def cache_folder() -> Path:
+    """Folder for what is fetched or built once per user: `$DSPARK_HOME`, else `dspark` in the user's cache folder."""
+    if home := os.environ.get("DSPARK_HOME"):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dspark"
 
 
 class RemotePath:

@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dspark.bundled_target import cache_folder
 from dspark.errors import Mismatch, MissingInput, OutOfSpace
 from dspark.provenance import file_sha256, fingerprint, folder_lock, temporary_sibling
-from dspark.storage import Location, RemotePath, locate
+from dspark.storage import Location, RemotePath, cache_folder, locate
 
 SPARE_BYTES = 1_000_000_000  # of the mirror's disk, left to others
 

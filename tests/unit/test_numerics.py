@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dspark.numerics import PackedLinear, pack_linears, use_fast_float32_products
+from dspark.numerics import PackedLinear, argmax, pack_linears, use_fast_float32_products
 
 needs_packing = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -61,3 +61,27 @@ def test_only_plain_bfloat16_layers_worth_it_are_packed():
     assert list(model.state_dict()) == names
     assert type(model[0]) is type(model[1][0]) is PackedLinear
     assert type(model[1][2]) is Own
+
+
+@needs_packing
+def test_a_row_of_a_product_gets_the_same_bits_alone_and_among_others():
+    torch.manual_seed(0)
+    layer = PackedLinear(nn.Linear(96, 130).bfloat16().requires_grad_(False))
+    if not layer.is_in_panels:
+        pytest.skip("the products of this processor's library do not promise it")
+    x = torch.randn(61, 96).bfloat16()
+    alone = torch.cat([layer(row[None]) for row in x])
+    for num_rows in (2, 7, 13, 61):
+        assert torch.equal(layer(x[:num_rows]), alone[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [1, 1000, 5000])
+def test_argmax_takes_the_first_of_the_largest(dtype: torch.dtype, columns: int):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, columns, generator=generator).mul(4).round().to(dtype)  # many equals
+    rows[1] = -torch.inf
+    rows[2, columns // 2 :] = -torch.inf
+    expected = [next(i for i, x in enumerate(row) if x == max(row)) for row in rows.tolist()]
+    assert argmax(rows).tolist() == expected
+    assert argmax(rows.expand(9, columns)[::2]).tolist() == expected[::2]

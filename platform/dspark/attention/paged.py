@@ -11,19 +11,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from dspark.attention.cpu import AttentionPlan
 from dspark.attention.flat_batch import FlatBatch
 from dspark.attention.kv_cache import PagedKVCache
 
 NAME = "dspark_paged"
-UNSUPPORTED = ("softcap", "s_aux")  # soft-capped scores, attention sinks; what else differs, the runner's probe finds
+UNSUPPORTED = ("s_aux",)  # attention sinks; what else differs, the runner's probe finds
 
 
 @dataclass
 class PagedStep:
-    """What the attention of one forward pass works on; travels through the model as the keyword `paged_step`."""
+    """What the attention of one forward pass works on; travels through the model as the keyword `paged_step`.
+
+    plan: for the CPU kernel; None lets PyTorch compute, piece by piece.
+    """
 
     batch: FlatBatch
     kv_cache: PagedKVCache
+    plan: AttentionPlan | None = None
+
+
+def plan_of(batch: FlatBatch) -> AttentionPlan:
+    """The CPU kernel's view of a batch."""
+    spans = [(piece.start, piece.stop) for piece in batch.pieces]
+    return AttentionPlan([piece.table for piece in batch.pieces], spans, batch.slot_mapping)
 
 
 def register() -> None:
@@ -43,38 +54,82 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Store the new keys and values, then let each piece attend to its own request's: [1, B, H, D].
 
     query: [1, H, B, D]; key, value: [1, K, B, D].
-    Raises: ValueError for a kind of attention this does not compute (soft-capping, sinks, …), by its name.
+    Raises: ValueError for a kind of attention this does not compute (sinks, …), by its name.
     """
     for name in UNSUPPORTED:
         if options.get(name) is not None:
             raise ValueError(f"attention option {name} of {type(module).__name__} is not supported by paged attention")
-    batch, kv_cache = paged_step.batch, paged_step.kv_cache
     layer: int = module.layer_idx  # type: ignore[assignment]
-    kv_cache.write(layer, batch.slot_mapping, key[0], value[0])
+    if paged_step.plan is None:
+        new = query[0], key[0], value[0]
+        mixed = attend_pieces(paged_step, layer, *new, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    else:
+        kv_cache = paged_step.kv_cache
+        mixed = paged_step.plan.attend(
+            query[0].transpose(0, 1),
+            (key[0].transpose(0, 1), value[0].transpose(0, 1)),
+            (kv_cache.keys[layer], kv_cache.values[layer]),
+            scaling=scaling,
+            window=sliding_window,
+            softcap=softcap,
+        )
+    return mixed.unsqueeze(0), None
+
+
+def attend_pieces(
+    paged_step: PagedStep,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """[B, H, D], one piece after the other. query: [H, B, D]; key, value: [K, B, D], which are stored first."""
+    batch, kv_cache = paged_step.batch, paged_step.kv_cache
+    kv_cache.write(layer, batch.slot_mapping, key, value)
     outputs = []
     for i, piece in enumerate(batch.pieces):
         first = 0 if sliding_window is None else max(0, piece.start - sliding_window + 1)
         keys, values = kv_cache.read(layer, piece.table, first, piece.stop)
-        queries = query[0, :, batch.cu_seqlens_q[i] : batch.cu_seqlens_q[i + 1]]
-        outputs.append(attend(queries, keys, values, _mask(batch, i, sliding_window, queries), scaling=scaling))
-    return torch.cat(outputs, dim=1).transpose(0, 1).unsqueeze(0), None
+        queries = query[:, batch.cu_seqlens_q[i] : batch.cu_seqlens_q[i + 1]]
+        mask = _mask(batch, i, sliding_window, queries)
+        outputs.append(attend(queries, keys, values, mask, scaling=scaling, softcap=softcap))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scaling: float | None) -> Tensor:
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None,
+    softcap: float | None = None,
+) -> Tensor:
     """[H, n, D]. queries: [H, n, D]; keys, values: [K, S, D]; mask: [n, S], 0 or -inf, None = all is seen.
 
     Query heads that share keys are laid side by side as further queries, so that nothing is repeated.
+    softcap c: scores s become c tanh(s / c).
     """
     num_heads, n, _ = queries.shape
     group = num_heads // keys.shape[0]
     folded = queries.reshape(keys.shape[0], group * n, -1)
     if mask is not None:
         mask = mask.repeat(group, 1)
+    if softcap is not None:
+        scores = (folded @ keys.transpose(1, 2)).float() * (scaling or queries.shape[2] ** -0.5)
+        scores = softcap * (scores / softcap).tanh()
+        weights = (scores if mask is None else scores + mask).softmax(-1).to(values.dtype)
+        return (weights @ values).reshape(num_heads, n, -1)
     mixed = F.scaled_dot_product_attention(folded[None], keys[None], values[None], attn_mask=mask, scale=scaling)
     return mixed[0].reshape(num_heads, n, -1)
 

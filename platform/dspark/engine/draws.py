@@ -11,6 +11,7 @@ from torch import Tensor
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.noise import perturbed_argmax, position_keys
 from dspark.engine.sampling import invert
+from dspark.numerics import argmax
 from dspark.speculation.proposal import Proposal
 
 NOISY_TOKENS = 64  # of a seeded request's slot, the most likely; what is drawn beside them is rarely right anyway
@@ -38,7 +39,7 @@ class Draws:
 
     def draw(self, logits: Tensor) -> None:
         """The next slot's token of every request. logits: [R, V'] float32."""
-        drawn = logits.argmax(dim=-1)
+        drawn = argmax(logits)
         if self._sampled:
             distribution = torch.softmax(logits[self._sampled] / self._scales, dim=-1)
             drawn[self._sampled] = invert(distribution, self._uniforms[:, len(self._columns)])

@@ -17,8 +17,8 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.detokenizer import Detokenizer, TokenKinds
 from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
-from dspark.engine.judging import Judge
-from dspark.engine.logprobs import raw_logprobs, with_logprobs
+from dspark.engine.judging import Judge, are_plain, judge_plain
+from dspark.engine.logprobs import RawLogprobs, raw_logprobs, with_logprobs
 from dspark.engine.lookup import Lookup
 from dspark.engine.output_text import OutputText
 from dspark.engine.policy import SpeculationPolicy
@@ -162,12 +162,20 @@ class Engine:
         drafted_at = time.perf_counter()
         batch = self._target.flatten([work.piece for work in works])
         output = self._target.run(batch)
-        logprobs = raw_logprobs(works, batch, output.logits)  # before what requests ask for changes the logits
-        verdicts = self._judge.judge(works, batch, output.logits)
+        verdicts, logprobs = self._decide(works, batch, output)
         verified_at = time.perf_counter()
         outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
         self.stats.add_step(batch.num_tokens, [started, drafted_at, verified_at, time.perf_counter()])
         return outputs
+
+    def _decide(
+        self, works: Sequence[Work], batch: FlatBatch, output: TargetOutput
+    ) -> tuple[list[Verdict | None], dict[str, RawLogprobs]]:
+        """Verdicts, and what requests want to know of the target's own distribution."""
+        if are_plain(works) and not any(work.running.request.sampling.logprobs is not None for work in works):
+            return judge_plain(works, batch, output.choices()), {}
+        logprobs = raw_logprobs(works, batch, output.logits)  # before what requests ask for changes the logits
+        return self._judge.judge(works, batch, output.logits), logprobs
 
     def check(self) -> None:
         """Nothing is lost or held twice; cheap enough to run whenever the engine is idle."""

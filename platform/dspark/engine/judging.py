@@ -20,6 +20,22 @@ from dspark.speculation.proposal import Proposal, Verdict
 from dspark.speculation.rejection import verify
 
 
+def are_plain(works: Sequence[Work]) -> bool:
+    """Whether the most likely tokens are all that is asked for: then no copy of the logits is made."""
+    drawn = [work.running for work in works if work.yields_token]
+    return all(running.is_greedy and not running.request.sampling.changes_logits for running in drawn)
+
+
+def judge_plain(works: Sequence[Work], batch: FlatBatch, choices: Sequence[int]) -> list[Verdict | None]:
+    """A verdict per request of a step that `are_plain` holds for. choices: the most likely token of each row."""
+    return [
+        judge_choices(choices[batch.cu_logits[i] : batch.cu_logits[i + 1]], work.draft_ids)
+        if work.yields_token
+        else None
+        for i, work in enumerate(works)
+    ]
+
+
 class Judge:
     """Judges step after step; a request's verdict depends on its own rows, seed and generator alone."""
 

@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from dspark.attention import cpu
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
 from dspark.attention.paged import attend, causal_mask
@@ -99,6 +100,7 @@ class PagedAutoregressiveRunner:
             dtype=weight.dtype,
             device=weight.device,
         )
+        self._uses_kernels = cpu.is_served(self.kv_cache)
 
     @property
     def bytes_per_request(self) -> int:
@@ -219,6 +221,8 @@ class PagedAutoregressiveRunner:
     def _attention(self, module: int, rows: Rows) -> Attend:
         """Store the rows' keys and values, then let each row see its request's up to itself."""
         slot_mapping = torch.tensor(rows.slots, device=self._device)
+        if self._uses_kernels:
+            return self._planned(module, cpu.AttentionPlan(rows.tables, rows.spans, slot_mapping))
         pieces = list(zip(rows.tables, rows.spans, pairwise(rows.boundaries), strict=True))
 
         def run(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -231,6 +235,16 @@ class PagedAutoregressiveRunner:
                 seen = self.kv_cache.read(module, table, 0, stop)
                 mixed.append(attend(queries[0, :, first:last], *seen, mask, scaling=scaling))
             return torch.cat(mixed, dim=1).transpose(0, 1).unsqueeze(0)
+
+        return run
+
+    def _planned(self, module: int, plan: cpu.AttentionPlan) -> Attend:
+        """The same in one call."""
+        held = self.kv_cache.keys[module], self.kv_cache.values[module]
+
+        def run(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+            new = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+            return plan.attend(queries[0].transpose(0, 1), new, held, scaling=scaling).unsqueeze(0)
 
         return run
 

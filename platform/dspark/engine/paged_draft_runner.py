@@ -17,6 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from dspark.attention import cpu
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
 from dspark.attention.paged import attend
@@ -27,6 +28,7 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.layers import Attend
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.draws import Draws
+from dspark.engine.fused_layers import BlockAttention, fuse_draft_layers
 from dspark.speculation.proposal import Proposal
 
 Write = Callable[[int, Tensor, Tensor], None]  # layer, keys and values [K, n, D] of the tokens it was made for
@@ -83,6 +85,9 @@ class PagedDraftRunner:
             dtype=weight.dtype,
             device=weight.device,
         )
+        self._uses_kernels = not all(self._is_sliding) and cpu.is_served(self.kv_cache)
+        if self._uses_kernels:
+            fuse_draft_layers(self._backbone.layers)
 
     @property
     def _ring_slots(self) -> int:
@@ -181,10 +186,16 @@ class PagedDraftRunner:
         newest = [memory.newest_feature for memory in memories]
         assert all(feature is not None for feature in newest), "a request is drafted for before its context is stored"
         ends = [memory.num_tokens + self.block_size for memory in memories]
-        write = self._writer(memories, [memory.num_tokens for memory in memories], ends)
+        starts = [memory.num_tokens for memory in memories]
+        write = self._writer(memories, starts, ends)
         masks = [self._window_mask(memory) for memory in memories]
+        plan = self._plan(memories, starts, ends) if self._uses_kernels else None
 
         def attention_of(layer: int) -> Attend:
+            place = self._place[layer]
+            if plan is not None and not self._is_sliding[layer]:
+                return BlockAttention(plan, self.kv_cache.keys[place], self.kv_cache.values[place], self._scaling)
+
             def run(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
                 write(layer, *(x.flatten(0, 1).transpose(0, 1) for x in (keys, values)))  # [K, R*G, D]
                 mixed = []
@@ -198,10 +209,17 @@ class PagedDraftRunner:
 
         return self._backbone.draft_states_flat(
             torch.tensor([request.anchor_id for request in requests], device=self._device),
-            torch.tensor([memory.num_tokens for memory in memories], device=self._device),
+            torch.tensor(starts, device=self._device),
             torch.stack([feature for feature in newest if feature is not None]),
             attention_of,
         )
+
+    def _plan(self, memories: Sequence[DraftMemory], starts: list[int], ends: list[int]) -> cpu.AttentionPlan:
+        """Each block sees its request's context and all of itself."""
+        spans = list(zip(starts, ends, strict=True))
+        tables = [memory.table for memory in memories]
+        slots = [slot for table, span in zip(tables, spans, strict=True) for slot in table.slots(*span)]
+        return cpu.AttentionPlan(tables, spans, torch.tensor(slots), is_causal=False)
 
     def _read(self, layer: int, memory: DraftMemory) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's context and block in a layer: [K, n, D] each."""

@@ -5,16 +5,19 @@ Legend: B batch tokens, N rows whose logits are wanted, V vocabulary, m captured
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.attention import paged
+from dspark.attention import cpu, paged
 from dspark.attention.flat_batch import FlatBatch, Piece, flatten
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
+from dspark.engine.fused_layers import fuse_layers
 from dspark.engine.hidden_states import HiddenStateCapture
+from dspark.numerics import argmax
 
 PROBE_TOKENS = 24
 PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}  # share of the logits' spread
@@ -22,18 +25,32 @@ PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits: [N, V] float32, padding ids at -inf; hidden: [B, m*d], or None when nothing is captured."""
+    """scores: [N, V] logits as the target computes them, in its type, padding ids at -inf.
 
-    logits: Tensor
+    hidden: [B, m*d], or None when nothing is captured.
+    """
+
+    scores: Tensor
     hidden: Tensor | None
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[N, V] float32, for sampling; greedy choices need no such copy."""
+        return self.scores.float()
+
+    def choices(self) -> list[int]:
+        """The most likely token of each row, the lowest id of equals: [N]."""
+        ids: list[int] = argmax(self.scores).tolist()
+        return ids
 
 
 class TargetRunner:
     """Any Hugging Face causal LM that computes its attention through the library's attention interface.
 
-    The model is switched to paged attention for good. Whether it then computes the same as before is measured at
-    the start, on a short text in two pieces: an architecture that keeps state elsewhere (linear attention,
-    convolutions, shared keys) is refused by its class, with the difference.
+    The model is switched to paged attention for good, and on a CPU to our own kernels unless use_kernels is false.
+    Whether it then computes the same as before is measured at the start, on a short text in two pieces: an
+    architecture that keeps state elsewhere (linear attention, convolutions, shared keys) is refused by its class, with
+    the difference.
     """
 
     def __init__(
@@ -44,6 +61,7 @@ class TargetRunner:
         layer_ids: Sequence[int] = (),
         num_pages: int,
         page_size: int,
+        use_kernels: bool = True,
     ) -> None:
         self.model = model
         self.device, self.dtype = model.device, model.dtype
@@ -51,9 +69,14 @@ class TargetRunner:
         self.page_size, self.num_pages = page_size, num_pages
         self.layer_ids = tuple(layer_ids)
         paged.register()
+        if model.config._attn_implementation == paged.NAME:  # it has served another runner
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         expected, shapes = _observe(model)
         self.kv_cache = PagedKVCache(shapes, num_slots=num_pages * page_size, dtype=self.dtype, device=self.device)
         model.set_attn_implementation(paged.NAME)
+        self._uses_kernels = use_kernels and cpu.is_served(self.kv_cache)
+        if self._uses_kernels:
+            fuse_layers(model)
         self._check(expected)
         self._capture = HiddenStateCapture(model, self.layer_ids) if self.layer_ids else None
 
@@ -84,9 +107,10 @@ class TargetRunner:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=batch.logit_rows,
-            paged_step=paged.PagedStep(batch, self.kv_cache),
+            paged_step=paged.PagedStep(batch, self.kv_cache, paged.plan_of(batch) if self._uses_kernels else None),
         )
-        return output.logits[0].float()
+        logits: Tensor = output.logits[0]
+        return logits
 
     def flatten(self, pieces: Sequence[Piece]) -> FlatBatch:
         """The pieces as a batch on the target's device."""
@@ -119,7 +143,7 @@ class TargetRunner:
         for part in (ids[:half], ids[half:]):
             logits = self._forward(self.flatten([Piece(table, part, num_logits=1)]))
             table.num_tokens += len(part)
-        return logits[0]
+        return logits[0].float()
 
 
 def kv_bytes_per_token(model: Any) -> int:

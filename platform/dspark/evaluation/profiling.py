@@ -164,7 +164,7 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
     if config.has_drafter:  # it computes in the target's type: its inputs are the target's own states
         drafter = load_drafter(str(config.drafter), dtype=model.dtype, device=str(model.device))
     tables = page_tables(request_tokens(config, drafter), config.page_size)
-    memory = {"num_pages": sum(len(table.pages) for table in tables), "page_size": config.page_size}
+    memory: dict[str, Any] = {"num_pages": sum(len(table.pages) for table in tables), "page_size": config.page_size}
     target = TargetRunner(
         model,
         vocabulary_size=vocabulary_size(load_tokenizer(target_config)),

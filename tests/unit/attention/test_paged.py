@@ -78,8 +78,8 @@ def test_an_attention_it_does_not_compute_is_refused_by_name() -> None:
     batch = flatten([Piece(PageTable([0], 4), [0], 1)], "cpu")
     kv_cache = PagedKVCache([LayerShape(KV_HEADS, DIM, DIM)], num_slots=4, dtype=torch.float32, device="cpu")
     q, k = torch.zeros(1, HEADS, 1, DIM), torch.zeros(1, KV_HEADS, 1, DIM)
-    with pytest.raises(ValueError, match="softcap of Module is not supported"):
-        paged_attention(layer, q, k, k, None, paged_step=PagedStep(batch, kv_cache), softcap=30.0)
+    with pytest.raises(ValueError, match="s_aux of Module is not supported"):
+        paged_attention(layer, q, k, k, None, paged_step=PagedStep(batch, kv_cache), s_aux=q)
 
 
 def test_a_mask_shows_the_past_and_no_more_than_the_window() -> None:

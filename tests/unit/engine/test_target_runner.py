@@ -36,6 +36,7 @@ FITTING = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral with a window": ("Mistral", {"sliding_window": 6}),
+    "gemma2 with soft-capped scores": ("Gemma2", {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 2.0}),
     "mixture of experts": (
         "Qwen3Moe",
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -72,7 +73,6 @@ def test_logits_and_features_are_the_models_own(name, changes):
 
 
 REFUSED = {
-    "soft-capped attention": ("Gemma2", {"head_dim": 8}, "softcap"),
     "convolution layers": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM"),
     "attention sinks": (
         "GptOss",
@@ -91,7 +91,7 @@ def test_a_target_it_cannot_compute_is_refused_by_name(name, changes, message):
 def test_a_model_that_computes_something_else_is_refused_with_the_difference(monkeypatch):
     monkeypatch.setattr("dspark.attention.paged.causal_mask", lambda *a, **o: None)
     with pytest.raises(ValueError, match="computes something else on paged attention"):
-        TargetRunner(model_of("Llama"), vocabulary_size=60, num_pages=24, page_size=4)
+        TargetRunner(model_of("Llama"), vocabulary_size=60, num_pages=24, page_size=4, use_kernels=False)
 
 
 def test_padding_ids_have_no_probability():

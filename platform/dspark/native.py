@@ -1,0 +1,193 @@
+"""The CPU kernels of `kernels/`: compiled once per machine into the cache folder, then called by address.
+
+`DSPARK_NATIVE=0` turns them off. Where they cannot be built, what PyTorch has serves instead, and the log says so.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.provenance import folder_lock, temporary_sibling
+from dspark.storage import cache_folder
+
+SOURCES = Path(__file__).parent / "kernels"
+FLAGS = (
+    "-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+)  # fmt: skip
+SWITCH = "DSPARK_NATIVE"
+
+log = logging.getLogger("dspark.native")
+
+
+class Batch(Structure):
+    """`common.h: Batch`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("num_pieces", "num_tokens", "page_size", "is_causal", "num_threads", "unused")),
+        *((name, c_void_p) for name in ("cu_seqlens", "starts", "stops", "first_pages", "pages", "slots")),
+    ]
+
+
+class Attention(Structure):
+    """`attention.h: Attention`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("queries", "new_keys", "new_values", "keys", "values", "out")),
+        *((name, c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
+        *((name, c_int64) for name in ("value_token", "value_head", "num_slots")),
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "window", "is_bf16")),
+        *((name, c_float) for name in ("scaling", "softcap")),
+    ]
+
+
+class Linear(Structure):
+    """`linear.h: Linear`."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("in_features", c_int32), ("out_features", c_int32)]
+
+
+class Layer(Structure):
+    """`layer.h: Layer`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_float) for name in ("eps", "scaling")),
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
+    ]
+
+
+class LayerCall(Structure):
+    """`layer.h: LayerCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("hidden", "out", "cos", "sin", "keys", "values")),
+        ("num_slots", c_int64),
+        *((name, c_int32) for name in ("has_float_angles", "unused")),
+    ]
+
+
+class Kernels:
+    """The loaded kernels. They trust their arguments: the callers check types, devices, shapes and strides.
+
+    has_products: those for bfloat16 weights are there, which take a processor with AVX512-BF16. Where it also has AMX
+    they are not used: oneDNN's are faster there.
+    """
+
+    def __init__(self, library: Path) -> None:
+        _share_openmp()
+        functions: Any = ctypes.CDLL(str(library))
+        self._attention = functions.dspark_attention
+        self._attention.argtypes, self._attention.restype = [POINTER(Batch), POINTER(Attention)], None
+        self._argmax = functions.dspark_argmax
+        self._argmax.argtypes, self._argmax.restype = [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int32], None
+        self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
+        if not self.has_products:
+            return
+        self._linear, self._layer = functions.dspark_linear, functions.dspark_layer
+        self._linear.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32]
+        self._layer.argtypes = [POINTER(Layer), POINTER(LayerCall), POINTER(Batch)]
+        self._linear.restype = self._layer.restype = None
+
+    def attention(self, batch: Batch, layer: Attention) -> None:
+        """Store the new keys and values of a layer, then attend."""
+        self._attention(byref(batch), byref(layer))
+
+    def argmax(self, rows: Tensor) -> Tensor:
+        """The first of each row's largest numbers: [N] int64. rows: [N, V] float32 or bfloat16, contiguous."""
+        num_rows, columns = rows.shape
+        out = torch.empty(num_rows, dtype=torch.long)
+        is_bf16 = int(rows.dtype == torch.bfloat16)
+        self._argmax(rows.data_ptr(), is_bf16, num_rows, columns, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def linear(self, panels: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+        """out = x W^T + b. panels: W as `numerics.in_panels` lays it out; x: [..., in], out: [..., out], contiguous."""
+        in_features, out_features = x.shape[-1], out.shape[-1]
+        self._linear(
+            panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            in_features,
+            out_features,
+            x.data_ptr(),
+            x.numel() // in_features,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def layer(self, layer: Layer, call: LayerCall, batch: Batch) -> None:
+        """A decoder layer from its input to its output."""
+        self._layer(byref(layer), byref(call), byref(batch))
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The kernels, built at the first call on a machine (seconds); None where that fails, with a line in the log."""
+    if os.environ.get(SWITCH) == "0":
+        log.info("%s=0: the CPU kernels are off", SWITCH)
+        return None
+    try:
+        return Kernels(_built(cache_folder() / "kernels"))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = error.stderr.strip().splitlines()[-1:] if isinstance(error, subprocess.CalledProcessError) else error
+        log.warning(
+            "the CPU kernels cannot be built (%s): PyTorch's own serve, slower; install g++ 11 or later, or set %s=0",
+            reason,
+            SWITCH,
+        )
+        return None
+
+
+def _built(folder: Path) -> Path:
+    """The library in `folder`, compiled if no other process has. Raises: OSError, CalledProcessError."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler")
+    library = folder / f"kernels-{_fingerprint(compiler)}.so"
+    if library.is_file():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder_lock(folder):
+        if not library.is_file():
+            unfinished = temporary_sibling(library)
+            command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(unfinished)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            unfinished.replace(library)  # whole or not at all: others may load it at any time
+    return library
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that decides what is compiled: sources, compiler, flags and this machine's processor."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    parts = [version, *FLAGS, _processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What instructions there are; a cache folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = [line for line in lines if re.match(r"(flags|Features|model name)\s*:", line)]
+    return "\n".join([platform.machine(), *dict.fromkeys(features)])
+
+
+def _share_openmp() -> None:
+    """Let the kernels run on PyTorch's own threads: a second OpenMP would bring a second pool onto the same cores."""
+    maps = Path("/proc/self/maps")
+    found = re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps.read_text()) if maps.exists() else []
+    for path in dict.fromkeys(found):
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)

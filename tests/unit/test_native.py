@@ -1,0 +1,73 @@
+"""The CPU kernels are built once, by one process, and their absence costs speed only."""
+
+import logging
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspark import native
+
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo test 1.0; exit; }
+echo run >> "$(dirname "$0")/runs"
+sleep 0.2
+while [ $# -gt 1 ]; do shift; done
+echo library > "$1"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes down each of its runs."""
+    path = tmp_path / "compiler"
+    path.write_text(COMPILER)
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return path
+
+
+def test_processes_that_build_at_once_compile_once(compiler: Path, tmp_path: Path) -> None:
+    built: list[Path] = []
+    threads = [threading.Thread(target=lambda: built.append(native._built(tmp_path / "kernels"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 3
+    assert len(set(built)) == 1
+    assert built[0].read_text() == "library\n"
+    assert (tmp_path / "runs").read_text() == "run\n"
+    assert [path.name for path in built[0].parent.iterdir()] == [built[0].name]  # nothing unfinished stays
+
+
+def test_another_compiler_builds_anew(compiler: Path, tmp_path: Path) -> None:
+    first = native._built(tmp_path / "kernels")
+    compiler.write_text(COMPILER.replace("1.0", "2.0"))
+    assert native._built(tmp_path / "kernels") != first
+
+
+@pytest.mark.parametrize("compiler_name", ["no-such-compiler", "false"])
+def test_without_a_working_compiler_the_log_says_what_is_lost(compiler_name, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("CXX", compiler_name)
+    monkeypatch.setenv("DSPARK_HOME", str(tmp_path))
+    assert native.kernels.__wrapped__() is None
+    (record,) = caplog.records
+    assert "cannot be built" in record.getMessage()
+    assert "install g++" in record.getMessage()
+
+
+def test_a_switch_turns_them_off(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("DSPARK_NATIVE", "0")
+    with caplog.at_level(logging.INFO, "dspark.native"):
+        assert native.kernels.__wrapped__() is None
+    assert "are off" in caplog.text
+
+
+@pytest.mark.skipif(native.kernels() is None, reason="the CPU kernels cannot be built here")
+def test_the_kernels_bring_no_second_openmp() -> None:
+    torch.ones(2) + 1
+    maps = Path("/proc/self/maps").read_text()
+    assert len(set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps))) == 1
