@@ -150,7 +150,7 @@ def test_mtp_goes_on_with_the_state_that_it_read(tmp_path, tiny_target):
 
 
 def test_two_starts_are_refused(cache, tmp_path):
-    with pytest.raises(ValueError, match=r"initialize_from 'given' and drafter\.from_target exclude each other"):
+    with pytest.raises(ValueError, match=r"initialize_from 'given' and drafter\.from_target are two starts"):
         config_for(cache, tmp_path, initialize_from="given", drafter={"architecture": "mtp", "from_target": True})
 
 
