@@ -19,8 +19,8 @@ class Config(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def with_changes(self: C, **changes: Any) -> C:
-        """A validated copy with some fields replaced."""
-        return type(self).model_validate(self.model_dump() | changes)
+        """A validated copy with some fields replaced; what was left to its default stays so."""
+        return type(self).model_validate(self.model_dump(exclude_unset=True) | changes)
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -113,6 +113,12 @@ def test_a_config_cannot_be_changed_in_place() -> None:
         Job().seed = 1
 
 
+def test_with_changes_leaves_unset_what_was_unset() -> None:
+    """A drafter to go on from must agree with what a config says of its shape, not with defaults it never said."""
+    changed = Job(seed=1).with_changes(learning_rate=0.5)
+    assert changed.model_fields_set == {"seed", "learning_rate"}
+
+
 def test_with_changes_validates_the_copy() -> None:
     assert Job().with_changes(seed=4).seed == 4
     with pytest.raises(pydantic.ValidationError):

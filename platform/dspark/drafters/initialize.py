@@ -67,6 +67,8 @@ class DrafterShape(Config):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "DrafterShape":
+        if self.from_target and self.architecture != "mtp":
+            raise ValueError(f"from_target is for architecture mtp, not {self.architecture}; leave it out")
         fields = type(self).model_fields
         meant = MEANT_FOR.get(self.architecture, fields.keys() - ONLY_MTP)
         meant = meant - {"draft_vocab_size", "warm_start", *ONLY_MTP} | {"from_target"} if self.from_target else meant

@@ -186,6 +186,8 @@ def test_training_starts_from_the_modules_that_the_target_brings(tmp_path: Path)
         ({"architecture": "eagle3", "markov_rank": 8}, "markov_rank has no meaning for architecture eagle3"),
         ({"architecture": "mtp", "num_layers": 2}, "num_layers has no meaning for architecture mtp"),
         ({"architecture": "dspark", "num_modules": 2}, "num_modules has no meaning for architecture dspark"),
+        ({"architecture": "eagle3", "from_target": True}, "from_target is for architecture mtp, not eagle3"),
+        ({"architecture": "dspark", "from_target": True}, "from_target is for architecture mtp, not dspark"),
         (
             {"architecture": "mtp", "from_target": True, "warm_start": False},
             "draft_vocab_size has no meaning for architecture mtp from the target",
