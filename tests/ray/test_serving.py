@@ -124,10 +124,17 @@ def test_answers_in_company_are_the_answers_alone(client: openai.OpenAI) -> None
     assert together == alone
 
 
+def test_several_answers_are_those_of_as_many_requests(client: openai.OpenAI) -> None:
+    alone = ask(client, "hello").choices[0].message.content
+    answer = ask(client, "hello", n=2)
+    assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, alone), (1, alone)]
+    assert answer.usage.completion_tokens == 80
+
+
 def test_errors_are_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, "hello", n=2)
-    assert refused.value.param == "n"
+        ask(client, "hello", extra_body={"suffix": "bye"})
+    assert refused.value.param == "suffix"
     with pytest.raises(openai.BadRequestError) as too_long:
         ask(client, "x" * 2 * LONG, stream=True)
     assert too_long.value.code == "context_length_exceeded"
