@@ -14,7 +14,7 @@ from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
 from dspark.speculation.proposal import Proposal
 
 PROBE_LENGTH = 2  # a drafter without confidences learns about itself only from what is verified
-NUM_AHEAD = 3  # slots drafted beyond those that past rounds make worth verifying: this block may go better
+NUM_AHEAD = 3  # slots drafted beyond those that past rounds make worth verifying: confidences may show a better block
 
 
 class SpeculationPolicy:
@@ -98,7 +98,7 @@ class SpeculationPolicy:
             elif forced is not None:
                 wanted.append(forced)
             else:
-                wanted.append(min(limits[i], lengths[i] + NUM_AHEAD) if chosen[i] or running.is_probed else 0)
+                wanted.append(min(limits[i], self._drafted(lengths[i])) if chosen[i] or running.is_probed else 0)
         return wanted
 
     def verify_lengths(
@@ -173,6 +173,12 @@ class SpeculationPolicy:
             capacity=self.capacity,
             fixed=fixed,
         )
+
+    def _drafted(self, length: int) -> int:
+        """Slots to draft where past rounds make so many worth verifying; 0 for a probe."""
+        if self.has_confidence:
+            return length + NUM_AHEAD
+        return length or PROBE_LENGTH  # nothing this block shows would let more of it be verified
 
     def _bound_length(self, running: RunningRequest) -> int | None:
         """The fixed length, or that of a probe; both are known before anything is drawn."""

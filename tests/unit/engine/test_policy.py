@@ -61,10 +61,14 @@ def test_nothing_is_drafted_that_could_not_be_output() -> None:
     assert policy(verify_length=7).choose([running(num_output=5, max_tokens=6)], prefill_tokens=0) == [0]
 
 
-def test_no_more_is_drafted_than_may_be_worth_verifying() -> None:
+@pytest.mark.parametrize(("has_confidence", "num_ahead"), [(True, NUM_AHEAD), (False, 0)])
+def test_no_more_is_drafted_than_may_be_worth_verifying(has_confidence, num_ahead) -> None:
     curve = CostCurve((1, 2, 3, 4, 64), (1.0, 1.1, 2.0, 3.0, 63.0))  # the first draft token is cheap, others are not
-    (wanted,) = policy(curve=curve).choose([running()], prefill_tokens=0)
-    assert wanted == 1 + NUM_AHEAD
+    chooser, asked = policy(curve=curve, has_confidence=has_confidence), running()
+    (wanted,) = chooser.choose([asked], prefill_tokens=0)
+    assert wanted == 1 + num_ahead
+    drafted = proposal(*[0.6] * wanted) if has_confidence else Proposal(torch.arange(wanted), None, None)
+    assert chooser.verify_lengths([asked], [drafted], prefill_tokens=0) == [1]
 
 
 def test_where_verifying_is_dear_everyone_decodes_plainly_and_is_probed_together() -> None:
