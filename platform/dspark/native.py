@@ -69,13 +69,13 @@ class Layer(Structure):
     ]
 
 
-class LayerCall(Structure):
-    """`layer.h: LayerCall`."""
+class LayersCall(Structure):
+    """`layer.h: LayersCall`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("hidden", "out", "cos", "sin", "keys", "values")),
+        *((name, c_void_p) for name in ("hidden", "out", "cos", "sin", "layers", "keys", "values")),
         ("num_slots", c_int64),
-        *((name, c_int32) for name in ("has_float_angles", "unused")),
+        *((name, c_int32) for name in ("num_layers", "has_float_angles")),
     ]
 
 
@@ -96,10 +96,10 @@ class Kernels:
         self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
         if not self.has_products:
             return
-        self._linear, self._layer = functions.dspark_linear, functions.dspark_layer
+        self._linear, self._layers = functions.dspark_linear, functions.dspark_layers
         self._linear.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32]
-        self._layer.argtypes = [POINTER(Layer), POINTER(LayerCall), POINTER(Batch)]
-        self._linear.restype = self._layer.restype = None
+        self._layers.argtypes = [POINTER(LayersCall), POINTER(Batch)]
+        self._linear.restype = self._layers.restype = None
 
     def attention(self, batch: Batch, layer: Attention) -> None:
         """Store the new keys and values of a layer, then attend."""
@@ -127,9 +127,9 @@ class Kernels:
             torch.get_num_threads(),
         )
 
-    def layer(self, layer: Layer, call: LayerCall, batch: Batch) -> None:
-        """A decoder layer from its input to its output."""
-        self._layer(byref(layer), byref(call), byref(batch))
+    def layers(self, call: LayersCall, batch: Batch) -> None:
+        """Decoder layers, from what the first is given to what the last gives."""
+        self._layers(byref(call), byref(batch))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Decoder layers of Llama's kind as one call of a CPU kernel each, for the target and for drafters.
+"""Decoder layers of Llama's kind on a CPU kernel, for drafters one by one, for a target all in one call.
 
 Which layers those are is read off their class, never guessed; all others stay as they are, and so do these wherever
 they are called without paged attention. bfloat16 only: in float32 a target must equal the library to the last token.
@@ -6,12 +6,15 @@ they are called without paged attention. bfloat16 only: in float32 a target must
 Legend: B rows (batch tokens), d hidden size, D head width, K key/value heads, S slots.
 """
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dspark import native
 from dspark.attention.cpu import AttentionPlan
@@ -26,6 +29,8 @@ WINDOW_OF: dict[str, Callable[[Any], int | None]] = {
     "Qwen2DecoderLayer": lambda attention: attention.sliding_window,
     "Qwen3DecoderLayer": lambda attention: attention.sliding_window,
 }
+# Models that are an embedding, layers one behind the other under one set of angles, and a norm.
+MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 NORM_SUFFIX = "RMSNorm"
 SILU = ("SiLUActivation", "SiLU", "NoneType")  # a drafter's feed-forward names none
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -52,47 +57,94 @@ class FusedLayer:
 
     def __init__(self, layer: native.Layer, kept: list[Tensor]) -> None:
         self._layer, self._kept = layer, kept
+        self.head_dim = layer.head_dim
+        self.address = ctypes.addressof(layer)
 
-    def __call__(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """The layer's output, as hidden: [..., d] of B rows. cos, sin: [..., D] bfloat16 or float32."""
-        assert hidden.numel() == plan.num_tokens * hidden.shape[-1], "a plan of another batch"
-        assert cos.numel() == sin.numel() == plan.num_tokens * self._layer.head_dim, "angles of another batch"
-        assert hidden.dtype == keys.dtype == values.dtype == torch.bfloat16
-        hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
-        out = torch.empty_like(hidden)
-        call = native.LayerCall(
-            hidden=hidden.data_ptr(),
-            out=out.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            num_slots=keys.shape[1],
-            has_float_angles=int(cos.dtype == torch.float32),
-        )
-        available = native.kernels()
-        assert available is not None
-        available.layer(self._layer, call, plan.batch)
-        return out
+
+def run_layers(
+    layers: Sequence[FusedLayer],
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    plan: AttentionPlan,
+    memories: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """What the last layer gives, as hidden: [..., d] of B rows. cos, sin: [..., D] bfloat16 or float32.
+
+    memories: each layer's keys and values, [K, S, D].
+    """
+    num_slots = memories[0][0].shape[1]
+    assert hidden.numel() == plan.num_tokens * hidden.shape[-1], "a plan of another batch"
+    assert cos.numel() == sin.numel() == plan.num_tokens * layers[0].head_dim, "angles of another batch"
+    assert len(memories) == len(layers), "a memory for each layer"
+    assert all(memory.dtype == torch.bfloat16 and memory.shape[1] == num_slots for pair in memories for memory in pair)
+    assert hidden.dtype == torch.bfloat16
+    hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(hidden)
+    addresses = ctypes.c_void_p * len(layers)
+    call = native.LayersCall(
+        hidden=hidden.data_ptr(),
+        out=out.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        layers=ctypes.addressof(chosen := addresses(*(layer.address for layer in layers))),
+        keys=ctypes.addressof(keys := addresses(*(pair[0].data_ptr() for pair in memories))),
+        values=ctypes.addressof(values := addresses(*(pair[1].data_ptr() for pair in memories))),
+        num_slots=num_slots,
+        num_layers=len(layers),
+        has_float_angles=int(cos.dtype == torch.float32),
+    )
+    available = native.kernels()
+    assert available is not None
+    available.layers(call, plan.batch)
+    del chosen, keys, values  # the call holds their addresses only
+    return out
 
 
 class TargetLayer:
     """Stands in for `forward` of a target's layer."""
 
     def __init__(self, module: nn.Module, fused: FusedLayer, number: int) -> None:
-        self._module, self._fused, self._number = module, fused, number
+        self._module, self.fused, self.number = module, fused, number
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         step: PagedStep | None = options.get("paged_step")
         if step is None or step.plan is None or hidden_states.dtype != torch.bfloat16:
             return type(self._module).forward(self._module, hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
-        kv_cache = step.kv_cache
-        return self._fused(
-            hidden_states, cos, sin, step.plan, kv_cache.keys[self._number], kv_cache.values[self._number]
-        )
+        return run_layers([self.fused], hidden_states, cos, sin, step.plan, [_memory(step, self.number)])
+
+
+class TargetLayers:
+    """Stands in for `forward` of the library's model around the layers, where all of them are fused.
+
+    Layers run in one call up to one that somebody listens to (a forward hook), which is called as the module it is.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, input_ids: Tensor | None = None, **options: Any) -> Any:
+        step: PagedStep | None = options.get("paged_step")
+        module = self._module
+        if step is None or step.plan is None or input_ids is None or module.dtype != torch.bfloat16:
+            return type(module).forward(module, input_ids, **options)
+        hidden = module.embed_tokens(input_ids)
+        cos, sin = module.rotary_emb(hidden, position_ids=options["position_ids"])
+        for is_heard, group in groupby(module.layers, key=lambda layer: bool(layer._forward_hooks)):
+            layers = list(group)
+            if is_heard:
+                for layer in layers:
+                    hidden = layer(hidden, position_embeddings=(cos, sin), paged_step=step)
+                continue
+            parts: list[TargetLayer] = [vars(layer)["forward"] for layer in layers]
+            memories = [_memory(step, part.number) for part in parts]
+            hidden = run_layers([part.fused for part in parts], hidden, cos, sin, step.plan, memories)
+        return BaseModelOutputWithPast(last_hidden_state=module.norm(hidden))
+
+
+def _memory(step: PagedStep, number: int) -> tuple[Tensor, Tensor]:
+    return step.kv_cache.keys[number], step.kv_cache.values[number]
 
 
 class FusedDraftLayer:
@@ -104,7 +156,7 @@ class FusedDraftLayer:
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
         if not isinstance(attend, BlockAttention) or h.dtype != torch.bfloat16:
             return DraftLayer.forward_flat(self._module, h, cos, sin, attend)
-        return self._fused(h, cos, sin, attend.plan, attend.keys, attend.values)
+        return run_layers([self._fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])
 
 
 def fuse_layers(model: nn.Module) -> int:
@@ -120,6 +172,10 @@ def fuse_layers(model: nn.Module) -> int:
         if fused is not None:
             vars(module)["forward"] = TargetLayer(module, fused, module.self_attn.layer_idx)
             num_fused += 1
+    for module in model.modules():
+        is_known = type(module).__name__ in MODELS and type(module).__module__.startswith("transformers.models.")
+        if is_known and all("forward" in vars(layer) for layer in module.layers):
+            vars(module)["forward"] = TargetLayers(module)
     return num_fused
 
 

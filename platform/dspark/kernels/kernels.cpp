@@ -48,7 +48,7 @@ void dspark_linear(const bf16* weight, const bf16* bias, int in, int out, const 
   linear({weight, bias, in, out}, x, rows, product, num_threads);
 }
 
-void dspark_layer(const Layer* layer, const LayerCall* call, const Batch* batch) { run_layer(*layer, *call, *batch); }
+void dspark_layers(const LayersCall* call, const Batch* batch) { run_layers(*call, *batch); }
 #endif
 
 }  // extern "C"

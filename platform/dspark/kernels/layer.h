@@ -1,4 +1,4 @@
-// A decoder layer of Llama's kind in one call: norm, projections, rotation, paged attention, gated feed-forward.
+// Decoder layers of Llama's kind in one call: norm, projections, rotation, paged attention, gated feed-forward.
 //
 //     x = norm(h); q, k, v = W x; q, k = rotate(norm(q)), rotate(norm(k)); h += W_o attention(q, k, v)
 //     x = norm(h); h += W_down (silu(W_gate x) * W_up x)
@@ -18,14 +18,15 @@ struct Layer {
   int32_t num_heads, num_kv_heads, head_dim, window;
 };
 
-// What one call of a layer works on; mirrored by `native.LayerCall`.
-struct LayerCall {
+// L layers, each of which works on what the one before it gives; mirrored by `native.LayersCall`.
+struct LayersCall {
   const bf16* hidden;  // [B, d]
   bf16* out;           // [B, d]
   const void *cos, *sin;  // [B, D]
-  bf16 *keys, *values;    // [K, S, D]
+  const Layer* const* layers;        // [L]
+  bf16 *const *keys, *const *values;  // [L] addresses of [K, S, D]
   int64_t num_slots;
-  int32_t has_float_angles, unused;
+  int32_t num_layers, has_float_angles;
 };
 
 // x / rms(x) * weight, rounded before the weight as the library's modules do.
@@ -49,9 +50,9 @@ void rotate(bf16* x, const Angle* cos, const Angle* sin, int size) {
   }
 }
 
-// The buffers between a layer's parts, kept from call to call.
+// The buffers between the parts of a layer, and between layers; kept from call to call.
 struct LayerBuffers {
-  std::vector<bf16> normed, qkv, mixed, hidden, gated;
+  std::vector<bf16> normed, qkv, mixed, hidden, gated, between;
 };
 
 inline bf16* at_least(std::vector<bf16>& buffer, int64_t size) {
@@ -60,7 +61,7 @@ inline bf16* at_least(std::vector<bf16>& buffer, int64_t size) {
 }
 
 // Norms and rotates head `index % heads` of row `index / heads`: first the queries', then the keys'.
-inline void turn_head(const Layer& layer, const LayerCall& call, bf16* qkv, int64_t width, int64_t index) {
+inline void turn_head(const Layer& layer, const LayersCall& call, bf16* qkv, int64_t width, int64_t index) {
   const int heads = layer.num_heads + layer.num_kv_heads, dim = layer.head_dim;
   const int64_t row = index / heads, head = index % heads;
   bf16* x = qkv + row * width + head * dim;
@@ -73,14 +74,15 @@ inline void turn_head(const Layer& layer, const LayerCall& call, bf16* qkv, int6
   }
 }
 
-inline Attention attention_of(const Layer& layer, const LayerCall& call, const bf16* qkv, int64_t width, bf16* out) {
+inline Attention attention_of(const LayersCall& call, int number, const bf16* qkv, int64_t width, bf16* out) {
+  const Layer& layer = *call.layers[number];
   const int64_t dim = layer.head_dim;
   Attention a{};
   a.queries = qkv;
   a.new_keys = qkv + layer.q.out;
   a.new_values = qkv + layer.q.out + layer.k.out;
-  a.keys = call.keys;
-  a.values = call.values;
+  a.keys = call.keys[number];
+  a.values = call.values[number];
   a.out = out;
   a.query_token = a.key_token = a.value_token = width;
   a.query_head = a.key_head = a.value_head = dim;
@@ -94,52 +96,94 @@ inline Attention attention_of(const Layer& layer, const LayerCall& call, const b
   return a;
 }
 
-inline void run_layer(const Layer& layer, const LayerCall& call, const Batch& batch) {
-  static thread_local LayerBuffers buffers;
-  const int64_t rows = batch.num_tokens, size = layer.q.in, width = layer.q.out + layer.k.out + layer.v.out;
-  bf16 *normed = at_least(buffers.normed, rows * size), *hidden = at_least(buffers.hidden, rows * size);
-  bf16 *qkv = at_least(buffers.qkv, rows * width), *mixed = at_least(buffers.mixed, rows * layer.o.in);
-  bf16* gated = at_least(buffers.gated, rows * layer.gate.out);
-  const Attention a = attention_of(layer, call, qkv, width, mixed);
-  const std::vector<Item> items = work_items(batch, a);
-  const int q_panels = layer.q.panels(), k_panels = layer.k.panels(), v_panels = layer.v.panels();
+// A layer of a call: what its threads share. items: its own, or those of a layer before it with the same attention.
+struct LayerWork {
+  const Layer* layer;
+  const bf16* from;
+  bf16* to;
+  int64_t width;  // of a row's queries, keys and values together
+  Attention attention;
+  std::vector<Item> own_items;
+  const std::vector<Item>* items;
   Turns projections, attentions, outputs, gates, downs;
+};
+
+// A thread's part in a layer; `barrier` is where the threads meet.
+inline void run_part(LayerWork& work, const LayersCall& call, const Batch& batch, LayerBuffers& buffers, int thread,
+                     int team, Barrier& barrier, Scratch& scratch) {
+  const Layer& layer = *work.layer;
+  const int64_t rows = batch.num_tokens, size = layer.q.in, width = work.width;
+  bf16 *normed = buffers.normed.data(), *hidden = buffers.hidden.data(), *qkv = buffers.qkv.data();
+  bf16 *mixed = buffers.mixed.data(), *gated = buffers.gated.data();
+  const int q_panels = layer.q.panels(), k_panels = layer.k.panels(), v_panels = layer.v.panels();
+  share(rows, thread, team, [&](int64_t row) {
+    rms_norm(work.from + row * size, layer.input_norm, int(size), layer.eps, normed + row * size);
+  });
+  barrier.wait(team);
+  work.projections.each(q_panels + k_panels + v_panels, [&](int64_t i) {
+    int panel = int(i);
+    if (panel < q_panels) return write_panel(layer.q, normed, rows, panel, qkv, width);
+    panel -= q_panels;
+    if (panel < k_panels) return write_panel(layer.k, normed, rows, panel, qkv + layer.q.out, width);
+    write_panel(layer.v, normed, rows, panel - k_panels, qkv + layer.q.out + layer.k.out, width);
+  });
+  barrier.wait(team);
+  share(rows * (layer.num_heads + layer.num_kv_heads), thread, team,
+        [&](int64_t i) { turn_head(layer, call, qkv, width, i); });
+  barrier.wait(team);
+  share(rows * layer.num_kv_heads, thread, team, [&](int64_t i) { store_new<bf16>(batch, work.attention, i); });
+  barrier.wait(team);
+  attend_items<bf16>(batch, work.attention, *work.items, team, work.attentions, scratch);
+  barrier.wait(team);
+  work.outputs.each(layer.o.panels(),
+                    [&](int64_t panel) { add_panel(layer.o, mixed, rows, int(panel), work.from, hidden); });
+  barrier.wait(team);
+  share(rows, thread, team, [&](int64_t row) {
+    rms_norm(hidden + row * size, layer.post_norm, int(size), layer.eps, normed + row * size);
+  });
+  barrier.wait(team);
+  work.gates.each(layer.gate.panels(),
+                  [&](int64_t panel) { gated_panel(layer.gate, layer.up, normed, rows, int(panel), gated); });
+  barrier.wait(team);
+  work.downs.each(layer.down.panels(),
+                  [&](int64_t panel) { add_panel(layer.down, gated, rows, int(panel), hidden, work.to); });
+  barrier.wait(team);
+}
+
+inline bool have_equal_items(const Attention& a, const Attention& b) {
+  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.window == b.window;
+}
+
+// All layers in one parallel region: waking threads for each would take as long as a layer of a few rows.
+inline void run_layers(const LayersCall& call, const Batch& batch) {
+  static thread_local LayerBuffers buffers;
+  const int64_t rows = batch.num_tokens, size = call.layers[0]->q.in;
+  bf16* between = at_least(buffers.between, rows * size);
+  std::vector<LayerWork> works(call.num_layers);
+  for (int i = 0; i < call.num_layers; ++i) {
+    LayerWork& work = works[i];
+    const Layer& layer = *(work.layer = call.layers[i]);
+    work.width = layer.q.out + layer.k.out + layer.v.out;
+    work.from = i == 0 ? call.hidden : works[i - 1].to;
+    work.to = (call.num_layers - 1 - i) % 2 == 0 ? call.out : between;  // the last one gives what is asked for
+    at_least(buffers.normed, rows * size), at_least(buffers.hidden, rows * size);
+    at_least(buffers.qkv, rows * work.width), at_least(buffers.mixed, rows * layer.o.in);
+    at_least(buffers.gated, rows * layer.gate.out);
+  }
+  for (int i = 0; i < call.num_layers; ++i) {
+    LayerWork& work = works[i];
+    work.attention = attention_of(call, i, buffers.qkv.data(), work.width, buffers.mixed.data());
+    const bool is_as_before = i > 0 && have_equal_items(work.attention, works[i - 1].attention);
+    if (!is_as_before) work.own_items = work_items(batch, work.attention);
+    work.items = is_as_before ? works[i - 1].items : &work.own_items;
+  }
   Barrier barrier;
+  LayerBuffers& shared = buffers;  // in a region each thread would see its own
 #pragma omp parallel num_threads(batch.num_threads)
   {
     static thread_local Scratch scratch;
     const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-    share(rows, thread, team, [&](int64_t row) {
-      rms_norm(call.hidden + row * size, layer.input_norm, int(size), layer.eps, normed + row * size);
-    });
-    barrier.wait(team);
-    projections.each(q_panels + k_panels + v_panels, [&](int64_t i) {
-      int panel = int(i);
-      if (panel < q_panels) return write_panel(layer.q, normed, rows, panel, qkv, width);
-      panel -= q_panels;
-      if (panel < k_panels) return write_panel(layer.k, normed, rows, panel, qkv + layer.q.out, width);
-      write_panel(layer.v, normed, rows, panel - k_panels, qkv + layer.q.out + layer.k.out, width);
-    });
-    barrier.wait(team);
-    share(rows * (layer.num_heads + layer.num_kv_heads), thread, team,
-          [&](int64_t i) { turn_head(layer, call, qkv, width, i); });
-    barrier.wait(team);
-    share(rows * layer.num_kv_heads, thread, team, [&](int64_t i) { store_new<bf16>(batch, a, i); });
-    barrier.wait(team);
-    attend_items<bf16>(batch, a, items, team, attentions, scratch);
-    barrier.wait(team);
-    outputs.each(layer.o.panels(),
-                 [&](int64_t panel) { add_panel(layer.o, mixed, rows, int(panel), call.hidden, hidden); });
-    barrier.wait(team);
-    share(rows, thread, team, [&](int64_t row) {
-      rms_norm(hidden + row * size, layer.post_norm, int(size), layer.eps, normed + row * size);
-    });
-    barrier.wait(team);
-    gates.each(layer.gate.panels(),
-               [&](int64_t panel) { gated_panel(layer.gate, layer.up, normed, rows, int(panel), gated); });
-    barrier.wait(team);
-    downs.each(layer.down.panels(),
-               [&](int64_t panel) { add_panel(layer.down, gated, rows, int(panel), hidden, call.out); });
+    for (LayerWork& work : works) run_part(work, call, batch, shared, thread, team, barrier, scratch);
   }
 }
 

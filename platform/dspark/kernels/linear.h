@@ -121,9 +121,14 @@ inline void gated_panel(const Linear& gate, const Linear& up, const bf16* x, int
   }
 }
 
+// Below so many bytes and operations of a product one thread is done before others are awake.
+constexpr int64_t SMALL_BYTES = 2 << 20, SMALL_OPERATIONS = 16'000'000;
+
 inline void linear(const Linear& linear, const bf16* x, int64_t rows, bf16* out, int num_threads) {
+  const int64_t numbers = int64_t(linear.in) * linear.out;
+  const bool is_small = 2 * numbers < SMALL_BYTES && 2 * numbers * rows < SMALL_OPERATIONS;
   Turns turns;
-#pragma omp parallel num_threads(num_threads)
+#pragma omp parallel num_threads(is_small ? 1 : num_threads)
   turns.each(linear.panels(), [&](int64_t panel) { write_panel(linear, x, rows, int(panel), out, linear.out); });
 }
 

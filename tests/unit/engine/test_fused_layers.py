@@ -13,7 +13,7 @@ from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PageTable
 from dspark.drafters.layers import DraftLayer
 from dspark.engine.draft_runner import DraftRequest
-from dspark.engine.fused_layers import TargetLayer, fuse_layers
+from dspark.engine.fused_layers import TargetLayer, TargetLayers, fuse_layers
 from dspark.engine.paged_draft_runner import PagedDraftRunner
 from dspark.engine.target_runner import TargetRunner
 from dspark.numerics import pack_linears
@@ -114,6 +114,23 @@ def test_a_row_gets_the_same_bits_alone_and_in_every_batch() -> None:
     one_by_one = rows(list(range(len(text))), beside=False)
     assert torch.equal(rows([0], beside=False), one_by_one)
     assert torch.equal(rows([0, 1, 9, 11, 30], beside=True), one_by_one)
+
+
+@pytest.mark.parametrize("heard", [(), (1,), (0, 1, 2)])
+def test_layers_in_one_call_give_the_bits_of_one_after_the_other(heard: tuple[int, ...]) -> None:
+    """A layer that somebody listens to is called by itself."""
+    runner = runner_of(model_of("Qwen3", head_dim=64, use_sliding_window=True, sliding_window=9, max_window_layers=1))
+    model = runner.model.model
+    assert type(model.forward) is TargetLayers
+    states = []
+    for number in heard:
+        model.layers[number].register_forward_hook(lambda _module, _inputs, output: states.append(output.clone()))
+    together = read(runner)
+    assert len(states) == len(heard) * len(CUTS)
+    del model.forward
+    one_by_one = read(runner)
+    assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(states, states[len(heard) * len(CUTS) :], strict=False))
 
 
 def test_without_pages_the_layers_are_the_librarys_own() -> None:
