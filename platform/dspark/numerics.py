@@ -75,7 +75,9 @@ class PackedLinear(nn.Linear):
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """The first of each row's largest numbers, as `torch.argmax` over the last dimension: [N]. rows: [N, V].
+    """The first of each row's largest numbers: [N]. rows: [N, V], none of them NaN.
+
+    `torch.argmax` over the last dimension is its slow twin.
 
     On a CPU torch's takes 1 to 3 ns an element, ours a tenth.
     """

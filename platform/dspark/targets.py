@@ -161,8 +161,8 @@ def target_identity(config: TargetConfig) -> dict[str, Any]:
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Number of token ids in use. A target may have more rows of logits; they are padding and never emitted."""
-    return len(tokenizer)
+    """The highest token id in use, plus 1. A target may have more rows of logits: padding, and never emitted."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _is_hub_id(config: TargetConfig) -> bool:

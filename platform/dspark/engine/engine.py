@@ -100,6 +100,12 @@ class Engine:
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
+    def max_request_tokens(self) -> int:
+        """Prompt and output of one request together, at most: what the context and the KV memory hold."""
+        in_memory = self.num_pages * self._target.page_size - self.most_ahead
+        return min(in_memory, self.max_context_tokens or in_memory)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests.running or self._requests.waiting)
 

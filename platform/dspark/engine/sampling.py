@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection
 from typing import Annotated, Literal
 
+import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -23,6 +24,10 @@ from dspark.config import Config
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+# Beyond these, float32 has no number for what they make of a logit or a probability.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+MIN_TOP_P = 1e-6
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -30,15 +35,15 @@ TokenId = Annotated[int, Field(ge=0)]
 class SamplingParams(Config):
     """What decides a token, but for the request's stop ids and seed."""
 
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Divides the logits; 0 takes the most likely token."""
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
+    """Divides the logits; 0 takes the most likely token, else it is at least 0.01."""
     top_k: int | None = Field(None, ge=1)
     """Keeps this many most likely tokens; None keeps all."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=MIN_TOP_P, le=1)
     """Keeps the fewest most likely tokens that hold this much probability; 1 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Keeps tokens at least this share as likely as the most likely one; 0 keeps all."""
-    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION, le=MAX_REPETITION)
     """Divides positive and multiplies negative logits of tokens that stand in prompt or output; 1 does nothing."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Taken off the logits of tokens that stand in the output."""
@@ -58,6 +63,11 @@ class SamplingParams(Config):
     """What a seed fixes. "invariant": the text, whatever drafts for it and how much of it; draft tokens are accepted
     less often than by rejection sampling. "rejection": the random numbers alone, so that a run that measures
     acceptance can be repeated; the text then depends on the lengths that are verified."""
+
+    @pydantic.field_validator("temperature")
+    @classmethod
+    def _keep_logits_finite(cls, temperature: float) -> float:
+        return checked_temperature(temperature)
 
     @property
     def has_penalties(self) -> bool:
@@ -80,6 +90,13 @@ class SamplingParams(Config):
             fields = type(self).model_fields
             asked = [name for name in fields.keys() - PLAIN if getattr(self, name) != fields[name].default]
             raise ValueError(f"{where} does not apply {', '.join(sorted(asked))}; leave it out, or use the engine")
+
+
+def checked_temperature(temperature: float) -> float:
+    """Raises: ValueError for one that is neither 0 nor large enough to divide by."""
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+    return temperature
 
 
 PLAIN = {"temperature", "top_k", "top_p", "min_p", "seeded"}
@@ -137,12 +154,6 @@ def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 def mass_before(ranked_probs: Tensor) -> Tensor:
     """Of each place in rank order, the probability of those before it."""
     return torch.nn.functional.pad(ranked_probs.cumsum(-1)[..., :-1], (1, 0))
-
-
-def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token id per row, [...] int64. probs: [..., V]."""
-    rows = probs.reshape(-1, probs.shape[-1])
-    return torch.multinomial(rows, 1, generator=generator).view(probs.shape[:-1])
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -65,18 +65,33 @@ class RequestRefused(Exception):
         return cls(Refusal(status, message, param, code))
 
 
-class StreamOptions(Wire):
+class Nested(Wire):
+    """An object within a request: a null in it is as good as absent, as it is at the top."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, content: Any) -> Any:
+        return {k: v for k, v in content.items() if v is not None} if isinstance(content, dict) else content
+
+
+class StreamOptions(Nested):
     """How a stream is told."""
 
     include_usage: bool = False
     """End the stream with a chunk that holds the usage and no choice."""
 
 
-class ChatTurn(Wire):
-    """One message of a conversation; a list of text parts is joined by line breaks."""
+class ChatTurn(Nested):
+    """One message of a conversation; a list of text parts is joined by line breaks. Templates know no developer: what
+    it says is the system's."""
 
     role: Literal["system", "user", "assistant"]
     content: str = Field(min_length=1)
+
+    @pydantic.field_validator("role", mode="before")
+    @classmethod
+    def _known_to_templates(cls, role: Any) -> Any:
+        return "system" if role == "developer" else role
 
     @pydantic.field_validator("content", mode="before")
     @classmethod

@@ -24,7 +24,7 @@ class RequestResolver:
         self._limits = limits
         self._stop_ids = loaded.stop_ids
         self._block_size = loaded.engine.block_size
-        self._context = loaded.engine.max_context_tokens
+        self._context = loaded.engine.max_request_tokens
         self._vocabulary_size = loaded.target.vocabulary_size
 
     def resolve(self, request_id: str, request: GenerateRequest) -> GenerationRequest:
@@ -98,7 +98,7 @@ class RequestResolver:
         if most is not None and num_prompt > most:
             message = f"the prompt has {num_prompt} tokens; this server allows {most}"
             raise RequestRefused.of(message, param=param, code=TOO_LONG)
-        room = self._limits.max_output_tokens if self._context is None else self._context - num_prompt
+        room = self._context - num_prompt
         if room < 1:
             message = f"the prompt has {num_prompt} tokens and leaves no room in the context of {self._context}"
             raise RequestRefused.of(message, param=param, code=TOO_LONG)

@@ -7,9 +7,17 @@ from pydantic import Field
 
 from dspark.config import Config
 from dspark.engine.request import INT64
-from dspark.engine.sampling import MAX_BIAS, SamplingParams, TokenId
+from dspark.engine.sampling import (
+    MAX_BIAS,
+    MAX_REPETITION,
+    MAX_TEMPERATURE,
+    MIN_REPETITION,
+    MIN_TOP_P,
+    SamplingParams,
+    TokenId,
+    checked_temperature,
+)
 
-MIN_TEMPERATURE = 0.01  # below it logits / temperature leaves float32
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 128
 MAX_ID_DIGITS = 10
@@ -26,15 +34,15 @@ class Wire(Config):
 class SamplingFields(Wire):
     """What both endpoints take. Defaults are OpenAI's: temperature 1, the whole distribution, one choice."""
 
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
+    top_p: float = Field(1.0, ge=MIN_TOP_P, le=1)
     top_k: int | None = Field(None, ge=1, lt=2**31)
     """Extension: keep this many most likely tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Extension: keep tokens at least this share as likely as the most likely one."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION, le=MAX_REPETITION)
     """Extension: over prompt and output, as the Hugging Face library has it."""
     logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
@@ -55,9 +63,7 @@ class SamplingFields(Wire):
     @pydantic.field_validator("temperature")
     @classmethod
     def _keep_logits_finite(cls, temperature: float) -> float:
-        if 0 < temperature < MIN_TEMPERATURE:
-            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-        return temperature
+        return checked_temperature(temperature)
 
     @pydantic.field_validator("stop", mode="before")
     @classmethod

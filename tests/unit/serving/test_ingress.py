@@ -73,13 +73,16 @@ def test_no_usage_chunk_unless_asked_for(replica: TargetReplica) -> None:
 
 
 def test_a_stop_token_ends_the_answer_without_its_text(replica: TargetReplica) -> None:
-    answer = post(replica, TEXT, completion(ignore_eos=False, return_token_ids=True, max_tokens=200)).json()
-    ids = answer["choices"][0]["token_ids"]
-    free = post(replica, TEXT, completion(return_token_ids=True, max_tokens=200)).json()["choices"][0]["token_ids"]
-    cut = next((k + 1 for k, token_id in enumerate(free) if token_id in (0, 2)), 200)
-    assert ids == free[:cut]
-    assert answer["choices"][0]["finish_reason"] == ("stop" if cut < 200 else "length")
-    assert answer["usage"]["completion_tokens"] == len(ids)
+    free = post(replica, TEXT, completion(return_token_ids=True, max_tokens=60)).json()["choices"][0]
+    stop = free["token_ids"][20]
+    answer = post(replica, TEXT, completion(return_token_ids=True, max_tokens=60, stop_token_ids=[stop])).json()
+    choice, cut = answer["choices"][0], free["token_ids"].index(stop)
+    assert choice["token_ids"] == free["token_ids"][: cut + 1]
+    assert choice["finish_reason"] == "stop"
+    assert free["text"].startswith(choice["text"])
+    assert answer["usage"]["completion_tokens"] == cut + 1
+    without = post(replica, TEXT, completion(max_tokens=cut)).json()["choices"][0]["text"] if cut else ""
+    assert choice["text"] == without
 
 
 @pytest.mark.parametrize("verify_length", [0, 1, 3, 7])

@@ -153,6 +153,27 @@ def test_close_to_nothing_is_something(name: str, value: Any) -> None:
     assert refusal(text, **{name: value}).param == name
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 1e39), ("temperature", 1e-3), ("top_p", 1e-46), ("repetition_penalty", 1e-40), ("min_p", -1e-9)],
+)
+def test_what_float32_cannot_hold_is_refused(name: str, value: float) -> None:
+    """It would make all probabilities of a row NaN, and end every request beside this one."""
+    assert refusal(text, **{name: value}).param == name
+
+
+def test_an_answer_goes_back_as_the_client_dumps_it() -> None:
+    nulls = {"refusal": None, "tool_calls": None, "function_call": None, "audio": None, "name": None}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **nulls}]
+    asked = chat(messages=messages, stream=True, stream_options={"include_usage": None})
+    assert [turn.model_dump() for turn in asked.messages] == [{k: m[k] for k in ("role", "content")} for m in messages]
+    assert not asked.includes_usage
+
+
+def test_a_developer_speaks_as_the_system() -> None:
+    assert chat(messages=[{"role": "developer", "content": "a"}]).messages[0].role == "system"
+
+
 def test_logprobs_are_told_as_each_endpoint_asks_for_them() -> None:
     assert [text(logprobs=n).sampling.logprobs for n in (None, 0, 5)] == [None, 0, 5]
     assert [chat(logprobs=on).sampling.logprobs for on in (None, False, True)] == [None, None, 0]

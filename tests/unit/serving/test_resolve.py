@@ -110,5 +110,16 @@ def test_prompt_and_answer_may_fill_the_context(loaded: LoadedEngine) -> None:
     assert resolver(loaded).resolve("r", text_request([5] * 500, max_tokens=12)).max_tokens == 12
 
 
+def test_an_answer_of_no_given_length_fits_into_the_memory(tiny_target: Path) -> None:
+    config = EngineConfig(kv_tokens=64, page_size=16, verify_length=2)
+    loaded = load_engine(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"), "ngram", config=config)
+    limited = resolver(loaded, max_output_tokens=60)
+    asked = limited.resolve("r", CompletionRequest(model="m", prompt=[5] * 50, max_tokens=None))
+    loaded.engine.add(asked)
+    assert limited.resolve("r", chat_request("hello")).max_tokens < 60
+    with pytest.raises(RequestRefused, match="over the context of 57"):
+        limited.resolve("r", text_request([5] * 50, max_tokens=8))
+
+
 def test_the_resolvers_tokenizer_is_its_own(loaded: LoadedEngine) -> None:
     assert resolver(loaded).tokenizer is not loaded.tokenizer
