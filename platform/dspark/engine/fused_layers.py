@@ -85,8 +85,8 @@ class TargetLayer:
         self._module, self._fused, self._number = module, fused, number
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        step: PagedStep | None = options.get("paged_step")
-        if step is None or step.plan is None or hidden_states.dtype != torch.bfloat16:
+        step = options.get("paged_step")
+        if not isinstance(step, PagedStep) or step.plan is None or hidden_states.dtype != torch.bfloat16:
             return type(self._module).forward(self._module, hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
         kv_cache = step.kv_cache
