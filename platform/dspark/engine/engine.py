@@ -28,7 +28,7 @@ from dspark.engine.request_scheduler import RequestScheduler
 from dspark.engine.running import RunningRequest, new_generator
 from dspark.engine.stats import EngineStats
 from dspark.engine.step import StepOutput, Work, decode
-from dspark.engine.target_runner import TargetOutput, TargetRunner
+from dspark.engine.target import Target, TargetOutput
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.proposal import Proposal, Verdict
@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(
         self,
-        target: TargetRunner,
+        target: Target,
         drafts: DraftRunner | None,
         tokenizer: Any,
         *,
@@ -72,7 +72,7 @@ class Engine:
             drafts,
             page_size=target.page_size,
             num_ahead=self.most_ahead,
-            prefix_cache=config.prefix_cache,
+            prefix_cache=config.prefix_cache and target.has_pages,
             stats=self.stats,
         )
         self._requests = RequestScheduler(self._memory, max_running=config.max_running_requests, stats=self.stats)
