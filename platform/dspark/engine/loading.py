@@ -106,7 +106,7 @@ def load_engine(
     if drafts is not None and curve is None and config.verify_length is None:
         length = min(length_without_curve, drafts.block_size)
         notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
-        config = config.with_changes(verify_length=length)
+        config = config.with_changes(verify_length=length, lagged_capacity=False)
     runner = TargetRunner(
         model,
         vocabulary_size=vocabulary_size(tokenizer),

@@ -74,8 +74,8 @@ class TargetRunner:
         expected, shapes = _observe(model)
         self.kv_cache = PagedKVCache(shapes, num_slots=num_pages * page_size, dtype=self.dtype, device=self.device)
         model.set_attn_implementation(paged.NAME)
-        self._uses_kernels = use_kernels and cpu.is_served(self.kv_cache)
-        if self._uses_kernels:
+        self.uses_kernels = use_kernels and cpu.is_served(self.kv_cache)
+        if self.uses_kernels:
             fuse_layers(model)
         self._check(expected)
         self._capture = HiddenStateCapture(model, self.layer_ids) if self.layer_ids else None
@@ -107,7 +107,7 @@ class TargetRunner:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=batch.logit_rows,
-            paged_step=paged.PagedStep(batch, self.kv_cache, paged.plan_of(batch) if self._uses_kernels else None),
+            paged_step=paged.PagedStep(batch, self.kv_cache, paged.plan_of(batch) if self.uses_kernels else None),
         )
         logits: Tensor = output.logits[0]
         return logits
