@@ -35,8 +35,8 @@ class EngineConfig(Config):
     estimates are no more exact than a tenth on a machine that others share; lower it on one that is yours alone."""
     deterministic: bool = False
     """Give a token the same logits, to the last bit, whatever is computed beside it: greedy and seeded output is then
-    the same with and without speculation, alone and in company, in bfloat16 too. It costs nothing where whole layers
-    run on our CPU kernels; elsewhere steps run in slices of 8 tokens, those of a mixture of experts token by token."""
+    the same with and without speculation, alone and in company, in bfloat16 too. Where whole layers run on our CPU
+    kernels the work stays the same; elsewhere steps run in slices of 8 tokens, mixtures of experts token by token."""
     lagged_capacity: bool = False
     """Settle how many draft tokens a step verifies while the step before it computes, from what was known of the one
     before that; which ones they are is still decided by the newest confidences. For devices that compute while the host
