@@ -10,10 +10,10 @@ import transformers
 from dspark.engine.config import EngineConfig
 from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.engine import Engine
+from dspark.engine.loading import target_runner
 from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import SamplingParams
 from dspark.engine.step import StepOutput
-from dspark.engine.target_runner import TargetRunner
 from dspark.speculation.cost_curve import CostCurve
 
 VOCABULARY = 320
@@ -60,7 +60,7 @@ def make_engine(
     if curve is None and drafts is not None:
         settings.setdefault("verify_length", drafts.block_size)
     config = EngineConfig(**{"page_size": 4, "kv_tokens": 2048} | settings)
-    target = TargetRunner(
+    target = target_runner(
         model,
         vocabulary_size=VOCABULARY,
         layer_ids=() if drafts is None else drafts.target_layer_ids,

@@ -21,6 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.5},
     "cohere": {"logit_scale": 0.25},
+    "bloom": {},
     "phimoe": {"lm_head_bias": True, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 

@@ -49,6 +49,7 @@ class Attention(Structure):
         *((name, c_int64) for name in ("value_token", "value_head", "num_slots")),
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "window", "is_bf16")),
         *((name, c_float) for name in ("scaling", "softcap")),
+        ("sinks", c_void_p),
     ]
 
 

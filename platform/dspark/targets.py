@@ -75,9 +75,10 @@ def load_tokenizer(config: TargetConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_target(config: TargetConfig, *, attn_implementation: str = "sdpa") -> "PreTrainedModel":
+def load_target(config: TargetConfig, *, attn_implementation: str | None = None) -> "PreTrainedModel":
     """The target on its device or devices, in eval mode, its parameters frozen; weights come from safetensors only.
 
+    attn_implementation: None takes the library's choice: PyTorch's attention where the class has it.
     Raises: ValueError if it cannot be loaded, or does not fit into the devices it is spread over.
     """
     from dspark.numerics import pack_linears  # torch is heavy, and must not load before a job has set its environment

@@ -79,16 +79,22 @@ class AttentionPlan:
         scaling: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store the rows' keys and values, then attend: [B, H, D_v].
 
-        queries: [B, H, D]; new: keys and values of the rows, [B, K, D] each; held: a layer's memory, [K, S, D] each.
+        queries: [B, H, D]; new: keys and values of the rows, [B, K, D] each; held: a layer's memory, [K, S, D] each;
+        sinks: [H], the score of a further key per head, whose value is zero.
         """
+        sinks = None if sinks is None else sinks.float().contiguous()
         queries, (new_keys, new_values) = _in_rows(queries), (_in_rows(part) for part in new)
         keys, values = held
         num_heads, num_kv_heads = queries.shape[1], keys.shape[0]
         assert queries.shape[0] == new_keys.shape[0] == self.num_tokens and num_heads % num_kv_heads == 0  # noqa: PT018
         assert {part.dtype for part in (queries, new_keys, new_values)} == {keys.dtype}, "attention in a mix of types"
+        widths = new_keys.shape[1:] + new_values.shape[1:]
+        assert widths == (num_kv_heads, keys.shape[2], num_kv_heads, values.shape[2]), "keys of another shape than held"
+        assert sinks is None or sinks.shape == (num_heads,), "attention needs a sink per head"
         out = torch.empty(self.num_tokens, num_heads, values.shape[2], dtype=queries.dtype)
         layer = native.Attention(
             queries=queries.data_ptr(),
@@ -112,6 +118,7 @@ class AttentionPlan:
             is_bf16=int(keys.dtype == torch.bfloat16),
             scaling=keys.shape[2] ** -0.5 if scaling is None else scaling,
             softcap=softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(),
         )
         available = native.kernels()
         assert available is not None, "a plan was made without kernels to run it"

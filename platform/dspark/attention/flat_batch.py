@@ -20,19 +20,23 @@ from dspark.attention.page_pool import PageTable
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of one request in a step. num_logits: how many of the last rows are wanted."""
+    """The tokens of one request in a step. num_logits: how many of the last rows are wanted.
+
+    offset: tokens of the same request before these that the step stores as well, in another piece.
+    """
 
     table: PageTable
     token_ids: Sequence[int]
     num_logits: int
+    offset: int = 0
 
     @property
     def start(self) -> int:
-        return self.table.num_tokens
+        return self.table.num_tokens + self.offset
 
     @property
     def stop(self) -> int:
-        return self.table.num_tokens + len(self.token_ids)
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,16 @@ from dspark.attention.page_pool import PageTable
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per token, and where: of a model spread over devices, layers differ in that."""
+    """What one layer stores per token, and where: of a model spread over devices, layers differ in that.
+
+    shared_with: an earlier layer whose keys and values are this one's too.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     device: torch.device | None = None
+    shared_with: int | None = None
 
 
 class PagedKVCache:
@@ -28,12 +32,20 @@ class PagedKVCache:
     def __init__(
         self, shapes: Sequence[LayerShape], *, num_slots: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.keys = [_zeros(shape, num_slots, shape.key_dim, dtype, device) for shape in shapes]
-        self.values = [_zeros(shape, num_slots, shape.value_dim, dtype, device) for shape in shapes]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for shape in shapes:
+            if shape.shared_with is not None:
+                self.keys.append(self.keys[shape.shared_with])
+                self.values.append(self.values[shape.shared_with])
+                continue
+            self.keys.append(_zeros(shape, num_slots, shape.key_dim, dtype, device))
+            self.values.append(_zeros(shape, num_slots, shape.value_dim, dtype, device))
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in [*self.keys, *self.values])
+        held = {id(t): t for t in [*self.keys, *self.values]}
+        return sum(t.numel() * t.element_size() for t in held.values())
 
     def write(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store n tokens. slot_mapping: [n] int64; keys, values: [K, n, D]."""

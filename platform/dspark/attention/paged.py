@@ -3,7 +3,7 @@
 Legend: H query heads, K key/value heads, B batch tokens, n tokens of a piece, S keys a piece sees, D head width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from dspark.attention.cpu import AttentionPlan
 from dspark.attention.flat_batch import FlatBatch
-from dspark.attention.kv_cache import PagedKVCache
+from dspark.attention.kv_cache import LayerShape, PagedKVCache
 
 NAME = "dspark_paged"
-UNSUPPORTED = ("s_aux",)  # attention sinks; what else differs, the runner's probe finds
 
 
 @dataclass
@@ -29,6 +28,38 @@ class PagedStep:
     batch: FlatBatch
     kv_cache: PagedKVCache
     plan: AttentionPlan | None = None
+
+
+@dataclass
+class AttentionCalls:
+    """Takes a PagedStep's place to note what each layer's attention is called with, which it does not compute.
+
+    windows: by layer, None where all is seen.
+    """
+
+    windows: dict[int, int | None] = field(default_factory=dict)
+    _keys: dict[int, Tensor] = field(default_factory=dict)
+    _values: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        """Zeros for what the layer would compute: [1, B, H, D_v]."""
+        self._keys[layer], self._values[layer], self.windows[layer] = key, value, window
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def shapes(self) -> list[LayerShape]:
+        """What each layer stores per token, nothing where it did not attend. A layer that was given the keys of one
+        before it shares that one's memory."""
+        shapes: list[LayerShape] = []
+        first: dict[int, int] = {}
+        for layer in range(max(self._keys, default=-1) + 1):
+            if layer not in self._keys:
+                shapes.append(LayerShape(0, 0, 0))
+                continue
+            key, value = self._keys[layer], self._values[layer]
+            source = first.setdefault(key.data_ptr(), layer)  # all keys are held, so no address is used twice
+            shared_with = None if source == layer else source
+            shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, shared_with))
+        return shapes
 
 
 def plan_of(batch: FlatBatch) -> AttentionPlan:
@@ -50,25 +81,34 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged_step: PagedStep,
+    paged_step: PagedStep | AttentionCalls | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Store the new keys and values, then let each piece attend to its own request's: [1, B, H, D].
 
-    query: [1, H, B, D]; key, value: [1, K, B, D].
-    Raises: ValueError for a kind of attention this does not compute (sinks, …), by its name.
+    query: [1, H, B, D]; key, value: [1, K, B, D]; s_aux: [H], attention sinks. What else a model may ask for, the
+    runner's probe finds.
     """
-    for name in UNSUPPORTED:
-        if options.get(name) is not None:
-            raise ValueError(f"attention option {name} of {type(module).__name__} is not supported by paged attention")
+    if paged_step is None:
+        raise ValueError(f"{type(module).__name__} is not handed the keyword arguments of the model's call")
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(paged_step, AttentionCalls):
+        return paged_step.add(layer, query, key, value, sliding_window), None
     if paged_step.plan is None:
-        new = query[0], key[0], value[0]
-        mixed = attend_pieces(paged_step, layer, *new, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        mixed = attend_pieces(
+            paged_step,
+            layer,
+            *(query[0], key[0], value[0]),
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
     else:
         kv_cache = paged_step.kv_cache
         mixed = paged_step.plan.attend(
@@ -78,6 +118,7 @@ def paged_attention(
             scaling=scaling,
             window=sliding_window,
             softcap=softcap,
+            sinks=s_aux,
         )
     return mixed.unsqueeze(0), None
 
@@ -92,6 +133,7 @@ def attend_pieces(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[B, H, D], one piece after the other. query: [H, B, D]; key, value: [K, B, D], which are stored first."""
     batch, kv_cache = paged_step.batch, paged_step.kv_cache
@@ -102,7 +144,7 @@ def attend_pieces(
         keys, values = kv_cache.read(layer, piece.table, first, piece.stop)
         queries = query[:, batch.cu_seqlens_q[i] : batch.cu_seqlens_q[i + 1]]
         mask = _mask(batch, i, sliding_window, queries)
-        outputs.append(attend(queries, keys, values, mask, scaling=scaling, softcap=softcap))
+        outputs.append(attend(queries, keys, values, mask, scaling=scaling, softcap=softcap, sinks=sinks))
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
@@ -114,21 +156,28 @@ def attend(
     *,
     scaling: float | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[H, n, D]. queries: [H, n, D]; keys, values: [K, S, D]; mask: [n, S], 0 or -inf, None = all is seen.
 
     Query heads that share keys are laid side by side as further queries, so that nothing is repeated.
-    softcap c: scores s become c tanh(s / c).
+    softcap c: scores s become c tanh(s / c). sinks: [H], the score of a further key per head, whose value is zero.
     """
     num_heads, n, _ = queries.shape
     group = num_heads // keys.shape[0]
     folded = queries.reshape(keys.shape[0], group * n, -1)
     if mask is not None:
         mask = mask.repeat(group, 1)
-    if softcap is not None:
-        scores = (folded @ keys.transpose(1, 2)).float() * (scaling or queries.shape[2] ** -0.5)
-        scores = softcap * (scores / softcap).tanh()
-        weights = (scores if mask is None else scores + mask).softmax(-1).to(values.dtype)
+    if softcap is not None or sinks is not None:
+        scores = (folded @ keys.transpose(1, 2)).float() * (queries.shape[2] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        if mask is not None:
+            scores = scores + mask
+        if sinks is not None:
+            sink = sinks.float().repeat_interleave(n).view(keys.shape[0], group * n, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype)
         return (weights @ values).reshape(num_heads, n, -1)
     mixed = F.scaled_dot_product_attention(folded[None], keys[None], values[None], attn_mask=mask, scale=scaling)
     return mixed[0].reshape(num_heads, n, -1)

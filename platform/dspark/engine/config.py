@@ -33,6 +33,14 @@ class EngineConfig(Config):
     min_gain: float = Field(0.12, ge=0)
     """Share by which drafting must be expected to raise tokens per second, else the batch decodes plainly. Curve and
     estimates are no more exact than a tenth on a machine that others share; lower it on one that is yours alone."""
+    deterministic: bool = False
+    """Give a token the same logits, to the last bit, whatever is computed beside it: greedy and seeded output is then
+    the same with and without speculation, alone and in company, in bfloat16 too. Where whole layers run on our CPU
+    kernels the work stays the same; elsewhere steps run in slices of 8 tokens, mixtures of experts token by token."""
+    lagged_capacity: bool = False
+    """Settle how many draft tokens a step verifies while the step before it computes, from what was known of the one
+    before that; which ones they are is still decided by the newest confidences. For devices that compute while the host
+    decides: on a CPU there is nothing to gain."""
     lookup: LookupConfig | None = None
     """Copy what the text repeats before the drafter is asked; None asks the drafter alone."""
     probe_every: int = Field(64, ge=1)
@@ -44,6 +52,14 @@ class EngineConfig(Config):
             raise ValueError(
                 f"kv_tokens ({self.kv_tokens}) and kv_memory_bytes ({self.kv_memory_bytes}) both size the KV memory; "
                 "give one of them"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_lengths(self) -> "EngineConfig":
+        if self.lagged_capacity and self.verify_length is not None:
+            raise ValueError(
+                f"lagged_capacity has no effect with verify_length ({self.verify_length}); leave one of them out"
             )
         return self
 

@@ -5,46 +5,46 @@ output is the target's own, sampled output follows the target's distribution, wh
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.attention.flat_batch import FlatBatch
-from dspark.attention.page_pool import PagePool, PageTable
+from dspark.attention.page_pool import PagePool
 from dspark.engine.config import EngineConfig
-from dspark.engine.detokenizer import Detokenizer, TokenKinds
+from dspark.engine.deterministic import deterministic
 from dspark.engine.draft_runner import DraftRunner
-from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
+from dspark.engine.estimates import PriorEstimate
 from dspark.engine.judging import Judge, are_plain, judge_plain
 from dspark.engine.logprobs import RawLogprobs, raw_logprobs, with_logprobs
 from dspark.engine.lookup import Lookup
-from dspark.engine.output_text import OutputText
 from dspark.engine.policy import SpeculationPolicy
 from dspark.engine.request import GenerationRequest, check_request, commit
 from dspark.engine.request_memory import RequestMemory
 from dspark.engine.request_scheduler import RequestScheduler
-from dspark.engine.running import RunningRequest, new_generator
+from dspark.engine.running import RunningRequest
+from dspark.engine.starting import RequestStarter
 from dspark.engine.stats import EngineStats
-from dspark.engine.step import StepOutput, Work, decode
-from dspark.engine.target_runner import TargetOutput, TargetRunner
+from dspark.engine.step import Launched, StepOutput, Work, decode, round_of
+from dspark.engine.target import Target, TargetOutput
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.proposal import Proposal, Verdict
-from dspark.speculation.statistics import Round
 
 
 class Engine:
     """Serves many requests on one target, with or without a drafter. Not thread-safe: one thread steps it.
 
     draft_capacity: upper bound on the draft tokens of a step, set from outside (a fleet's lease); None = no bound.
-    most_ahead: tokens that a request may hold memory for beyond its committed ones.
+    most_ahead: tokens that a request may hold memory for beyond its committed ones. meanwhile: called in the midst of
+    each step, while the target computes; it may add requests, and nothing else.
     """
 
     def __init__(
         self,
-        target: TargetRunner,
+        target: Target,
         drafts: DraftRunner | None,
         tokenizer: Any,
         *,
@@ -53,8 +53,10 @@ class Engine:
         calibration: Calibration | None = None,
     ) -> None:
         self.config = config
+        self.meanwhile: Callable[[], None] | None = None
         self.block_size = 0 if drafts is None else drafts.block_size
         self.stats = EngineStats()
+        self._prior = PriorEstimate()
         self.policy = SpeculationPolicy(
             block_size=self.block_size,
             curve=curve,
@@ -63,8 +65,10 @@ class Engine:
             probe_every=config.probe_every,
             has_confidence=drafts is not None and drafts.has_confidence,
             min_gain=config.min_gain,
+            lagged_prior=self._prior if config.lagged_capacity else None,
         )
-        self._target, self._drafts, self._tokenizer = target, drafts, tokenizer
+        self._target = deterministic(target) if config.deterministic else target
+        self._drafts = drafts
         self._lookup = None if config.lookup is None else Lookup(config.lookup)
         self.most_ahead = max(self.block_size, self._lookup.block_size if self._lookup else 0)
         self._memory = RequestMemory(
@@ -72,13 +76,14 @@ class Engine:
             drafts,
             page_size=target.page_size,
             num_ahead=self.most_ahead,
-            prefix_cache=config.prefix_cache,
+            prefix_cache=config.prefix_cache and target.has_pages,
             stats=self.stats,
         )
         self._requests = RequestScheduler(self._memory, max_running=config.max_running_requests, stats=self.stats)
-        self._judge = Judge(target.device)
-        self._prior = PriorEstimate()
-        self._token_kinds = None if tokenizer is None else TokenKinds.of(tokenizer)
+        self._judge = Judge(target.device, is_row_by_row=config.deterministic)
+        self._starter = RequestStarter(
+            tokenizer, self._lookup, self._prior, page_size=target.page_size, device=target.device
+        )
         self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=target.device), None, None)
 
     @property
@@ -140,7 +145,7 @@ class Engine:
             vocabulary_size=self._target.vocabulary_size,
         )
         self._requests.check_new(request)
-        self._requests.add(self._start(request))
+        self._requests.add(self._starter.start(request))
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; an unknown id is a no-op."""
@@ -149,13 +154,28 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One engine step; [] when there is nothing to do."""
-        started = time.perf_counter()
+        """One engine step; [] when there is nothing to do.
+
+        What the next one needs from the host is prepared in between: beside the target's pass where a device computes
+        by itself.
+        """
+        launched = self._launch()
+        if launched is None:
+            return []
+        if self.meanwhile is not None:
+            self.meanwhile()
+        self._requests.prepare(num_new=1 + self.most_ahead)
+        self.policy.prepare()
+        return self._finish(launched)
+
+    def _launch(self) -> Launched | None:
+        """Decide what this step computes, and have the target begin with it."""
+        clock_s = [time.perf_counter()]
         self._requests.make_room()
         self._requests.admit()
         reading, decoding = self._requests.split(self.config.max_batch_tokens, num_ahead=self.most_ahead)
         if not reading and not decoding:
-            return []
+            return None
         if self._lookup is not None:
             self.policy.choose_copies(decoding, self._lookup)
         prefill_tokens = sum(len(work.piece.token_ids) for work in reading)
@@ -165,13 +185,17 @@ class Engine:
             decode(running, proposal.first(length))
             for running, proposal, length in zip(decoding, proposals, lengths, strict=True)
         ]
-        drafted_at = time.perf_counter()
+        clock_s.append(time.perf_counter())
         batch = self._target.flatten([work.piece for work in works])
-        output = self._target.run(batch)
+        return Launched(works, batch, self._target.run(batch), clock_s)
+
+    def _finish(self, launched: Launched) -> list[StepOutput]:
+        """Wait for what the target says, and commit it."""
+        works, batch, output = launched.works, launched.batch, launched.output
         verdicts, logprobs = self._decide(works, batch, output)
         verified_at = time.perf_counter()
         outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
-        self.stats.add_step(batch.num_tokens, [started, drafted_at, verified_at, time.perf_counter()])
+        self.stats.add_step(batch.num_tokens, [*launched.clock_s, verified_at, time.perf_counter()])
         return outputs
 
     def _decide(
@@ -187,23 +211,6 @@ class Engine:
         """Nothing is lost or held twice; cheap enough to run whenever the engine is idle."""
         self._requests.check()
 
-    def _start(self, request: GenerationRequest) -> RunningRequest:
-        return RunningRequest(
-            request=request,
-            table=PageTable([], self._target.page_size),
-            memory=None,
-            text=self._new_text(request),
-            generator=new_generator(request, self._target.device),
-            estimate=AcceptanceEstimate(self._prior),
-            copies=None if self._lookup is None else self._lookup.new_memory(),
-        )
-
-    def _new_text(self, request: GenerationRequest) -> OutputText | None:
-        if self._tokenizer is None:
-            return None
-        detokenizer = Detokenizer(self._tokenizer, kinds=self._token_kinds)
-        return OutputText(detokenizer, request.stop_strings, num_unsearched=request.sampling.min_tokens)
-
     def _propose(self, decoding: Sequence[RunningRequest], wanted: Sequence[int]) -> list[Proposal]:
         """A proposal per request: its copy, or what the drafter says where it is wanted, or none."""
         proposals = [self._nothing] * len(decoding)
@@ -218,11 +225,8 @@ class Engine:
             asked = [decoding[i].draft_request(wanted[i]) for i in chosen]
             for i, proposal in zip(chosen, self._drafts.propose(asked), strict=True):
                 proposals[i] = proposal
-        drafted = [proposals[i].num_tokens for i in chosen]
-        self.stats.decodes += len(decoding)
-        self.stats.copied += sum(running.is_copied for running in decoding)
-        self.stats.drafted += sum(num_tokens > 0 for num_tokens in drafted)
-        self.stats.drafted_tokens += sum(drafted)
+        num_copied = sum(running.is_copied for running in decoding)
+        self.stats.add_decodes(len(decoding), num_copied, [proposals[i].num_tokens for i in chosen])
         return proposals
 
     def _commit(
@@ -255,9 +259,10 @@ class Engine:
             text=running.text,
         )
         running.output_ids += ended.kept
-        done = None
-        if work.proposal is not None:
-            done = self._count_round(running, work.proposal, verdict, len(ended.kept))
+        done = None if work.proposal is None else round_of(work.proposal, verdict, len(ended.kept))
+        if done is not None:
+            self.stats.add_round(done, is_copied=running.is_copied)
+            self.policy.learn(running, done.num_proposed, done.num_accepted)
         self.stats.output_tokens += len(ended.kept)
         if ended.finish_reason is None:
             read = work.piece.token_ids if work.proposal is None else []
@@ -273,16 +278,8 @@ class Engine:
             num_prompt_tokens=len(request.prompt_ids),
             num_output_tokens=len(running.output_ids),
             round=done,
+            num_cached_tokens=running.num_cached,
         )
-
-    def _count_round(self, running: RunningRequest, proposal: Proposal, verdict: Verdict, num_committed: int) -> Round:
-        logits = None if proposal.confidence_logits is None else proposal.confidence_logits.tolist()
-        self.stats.scheduled_tokens += proposal.num_tokens
-        self.stats.rounds.add_round(proposal.num_tokens, verdict.num_accepted, num_committed, confidence_logits=logits)
-        if running.is_copied:
-            self.stats.copies.add_round(proposal.num_tokens, verdict.num_accepted, num_committed)
-        self.policy.learn(running, proposal.num_tokens, verdict.num_accepted)
-        return Round(proposal.num_tokens, verdict.num_accepted, num_committed, logits)
 
     def _extend(self, running: RunningRequest, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
         if self._drafts is not None and running.is_draftable:

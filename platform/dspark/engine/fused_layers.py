@@ -108,8 +108,8 @@ class TargetLayer:
         self._module, self.fused, self.number = module, fused, number
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        step: PagedStep | None = options.get("paged_step")
-        if step is None or step.plan is None or hidden_states.dtype != torch.bfloat16:
+        step = options.get("paged_step")
+        if not isinstance(step, PagedStep) or step.plan is None or hidden_states.dtype != torch.bfloat16:
             return type(self._module).forward(self._module, hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
         return run_layers([self.fused], hidden_states, cos, sin, step.plan, [_memory(step, self.number)])
@@ -125,9 +125,8 @@ class TargetLayers:
         self._module = module
 
     def __call__(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-        step: PagedStep | None = options.get("paged_step")
-        module = self._module
-        if step is None or step.plan is None or input_ids is None or module.dtype != torch.bfloat16:
+        step, module = options.get("paged_step"), self._module
+        if not isinstance(step, PagedStep) or step.plan is None or input_ids is None or module.dtype != torch.bfloat16:
             return type(module).forward(module, input_ids, **options)
         hidden = module.embed_tokens(input_ids)
         cos, sin = module.rotary_emb(hidden, position_ids=options["position_ids"])

@@ -2,9 +2,9 @@
 
 Legend: B sequences, T tokens, d hidden size, m captured layers, N layers of the target.
 
-    id          -1            0 … N-2                 N                        N+1
-    state of    embeddings    a decoder layer         what the final norm      what it gives, which the
-                              gives                   is given                 head reads
+    id          -1                    0 … N-2            N                      N+1
+    state       what the first        what a decoder     what the final norm    what it gives, which the
+                layer is given        layer gives        is given               head reads
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 EMBEDDINGS = -1
+WRAPPED = ("language_model", "decoder")  # where a decoder may lie in the library's base model
+LAYERS = ("layers", "h", "blocks")  # what decoder layers and the norm behind them are called
+NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "layer_norm", "embedding_norm")
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> None:
@@ -45,19 +48,20 @@ class HiddenStateCapture:
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         decoder = decoder_of(model)
-        check_layer_ids(layer_ids, len(decoder.layers))
+        layers, norm = _part(decoder, LAYERS), _part(decoder, NORM)
+        num_layers = len(layers)
+        check_layer_ids(layer_ids, num_layers)
         self.layer_ids = tuple(layer_ids)
-        num_layers = len(decoder.layers)
-        at_norm = {num_layers: decoder.norm, num_layers + 1: decoder.norm, EMBEDDINGS: decoder.embed_tokens}
-        self._modules = [at_norm[i] if i in at_norm else decoder.layers[i] for i in self.layer_ids]
-        self._is_input = [i == num_layers for i in self.layer_ids]
-        self._device = decoder.embed_tokens.weight.device
+        others = {EMBEDDINGS: layers[0], num_layers: norm, num_layers + 1: norm}
+        self._modules = [others[i] if i in others else layers[i] for i in self.layer_ids]
+        self._is_input = [i in (EMBEDDINGS, num_layers) for i in self.layer_ids]
+        self._device = decoder.get_input_embeddings().weight.device
         self._states: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "HiddenStateCapture":
         self._hooks = [
-            module.register_forward_hook(self._keep(position, is_input=is_input))
+            module.register_forward_hook(self._keep(position, is_input=is_input), with_kwargs=True)
             for position, (module, is_input) in enumerate(zip(self._modules, self._is_input, strict=True))
         ]
         return self
@@ -80,20 +84,28 @@ class HiddenStateCapture:
         return torch.cat(states, dim=-1)
 
     def _keep(self, position: int, *, is_input: bool) -> Any:
-        def hook(_module: nn.Module, inputs: Any, output: Any) -> None:
-            taken = inputs if is_input else output
+        def hook(_module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
+            taken = (inputs or named["hidden_states"]) if is_input else output
             self._states[position] = taken[0] if isinstance(taken, tuple) else taken
 
         return hook
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The module that holds `embed_tokens`, `layers` and `norm` of a HF causal LM.
+    """The module of a HF causal LM that holds its layers and final norm.
 
-    Raises: ValueError naming the class when it does not have that form.
+    Raises: ValueError naming the class when it has none under a name that is known.
     """
-    decoder = getattr(model, "model", model)
-    decoder = getattr(decoder, "language_model", decoder)
-    if not all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm")):
-        raise ValueError(f"target class {type(model).__name__} has no embed_tokens/layers/norm; it cannot be captured")
+    decoder: Any = getattr(model, "model", getattr(model, "base_model", model))
+    for name in WRAPPED:
+        decoder = getattr(decoder, name, decoder)
+    if _part(decoder, LAYERS) is None or _part(decoder, NORM) is None:
+        raise ValueError(
+            f"target class {type(model).__name__} has no {'/'.join(LAYERS)} with a {'/'.join(NORM)} behind them; "
+            "its states cannot be captured: use it without a trained drafter"
+        )
     return decoder
+
+
+def _part(decoder: Any, names: Sequence[str]) -> Any:
+    return next((part for name in names if (part := getattr(decoder, name, None)) is not None), None)

@@ -37,10 +37,15 @@ def judge_plain(works: Sequence[Work], batch: FlatBatch, choices: Sequence[int])
 
 
 class Judge:
-    """Judges step after step; a request's verdict depends on its own rows, seed and generator alone."""
+    """Judges step after step; a request's verdict depends on its own rows, seed and generator alone.
 
-    def __init__(self, device: torch.device) -> None:
+    is_row_by_row: seeded rows are drawn for one by one, so that not even the last bit of an exponential depends on how
+    many there are.
+    """
+
+    def __init__(self, device: torch.device, *, is_row_by_row: bool = False) -> None:
         self._finder = SupportFinder()
+        self._is_row_by_row = is_row_by_row
         self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=device), None, None)
 
     def judge(self, works: Sequence[Work], batch: FlatBatch, logits: Tensor) -> list[Verdict | None]:
@@ -73,9 +78,12 @@ class Judge:
         stream_keys, positions = [r.noise_key for r, _ in runs], [r.next_position + k for r, k in runs]
         keys = position_keys(stream_keys, positions, logits.device)
         filters = RowFilters.of([running.request.sampling for running, _ in runs], logits.device)
-        for support in self._finder.find(logits[rows], filters):
-            drawn = perturbed_argmax(support.scores, keys[support.rows], support.token_ids)
-            choices[rows[support.rows]] = support.tokens(drawn)
+        every = torch.arange(rows.numel(), device=logits.device)
+        for own in every.split(1) if self._is_row_by_row else [every]:
+            for support in self._finder.find(logits[rows[own]], filters.at(own)):
+                found = own[support.rows]
+                drawn = perturbed_argmax(support.scores, keys[found], support.token_ids)
+                choices[rows[found]] = support.tokens(drawn)
         return choices
 
     def _probs(self, works: Sequence[Work], batch: FlatBatch, logits: Tensor) -> dict[int, Tensor]:

@@ -1,6 +1,7 @@
 """An engine from what lies on disk: target, drafter, calibration and cost curve, checked against each other."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from dspark.drafters.mtp_weights import target_mtp_drafter
 from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.capacity import with_capacity
 from dspark.engine.config import EngineConfig
+from dspark.engine.dense_target_runner import DenseTargetRunner, dense_bytes_per_token
 from dspark.engine.draft_runner import DraftRunner, NGramDraftRunner
 from dspark.engine.engine import Engine
 from dspark.engine.hidden_states import check_layer_ids
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
-from dspark.engine.target_runner import TargetRunner, kv_bytes_per_token
+from dspark.engine.target import Target
+from dspark.engine.target_runner import NotPageable, TargetRunner, kv_bytes_per_token
 from dspark.errors import MissingInput
 from dspark.numerics import pack_linears
 from dspark.provenance import file_sha256, fingerprint, read_json, require_same
@@ -55,7 +58,7 @@ class LoadedEngine:
     """An engine ready to step, and what belongs to it. notes: what a user should know, a line each."""
 
     engine: Engine
-    target: TargetRunner
+    target: Target
     tokenizer: Any
     stop_ids: frozenset[int]
     provenance: dict[str, Any] | None
@@ -106,18 +109,45 @@ def load_engine(
     if drafts is not None and curve is None and config.verify_length is None:
         length = min(length_without_curve, drafts.block_size)
         notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
-        config = config.with_changes(verify_length=length)
-    runner = TargetRunner(
+        config = config.with_changes(verify_length=length, lagged_capacity=False)
+    runner = target_runner(
         model,
         vocabulary_size=vocabulary_size(tokenizer),
         layer_ids=() if drafts is None else drafts.target_layer_ids,
         num_pages=config.num_pages,
         page_size=config.page_size,
+        notes=notes,
     )
     for note in notes:
         log.warning(note)
     engine = Engine(runner, drafts, tokenizer, config=config, curve=curve, calibration=calibration)
     return LoadedEngine(engine, runner, tokenizer, stop_ids, provenance, notes)
+
+
+def target_runner(
+    model: Any,
+    *,
+    vocabulary_size: int,
+    layer_ids: Sequence[int] = (),
+    num_pages: int,
+    page_size: int,
+    notes: list[str] | None = None,
+) -> Target:
+    """The runner that serves a target: in pages, or where those do not fit, each request with a cache of its own.
+
+    notes: takes a line in the latter case. Raises: ValueError naming the target's class where neither serves.
+    """
+    memory: dict[str, Any] = {"vocabulary_size": vocabulary_size, "num_pages": num_pages, "page_size": page_size}
+    try:
+        return TargetRunner(model, layer_ids=layer_ids, **memory)
+    except NotPageable as refusal:
+        runner = DenseTargetRunner(model, layer_ids=layer_ids, **memory)
+        if notes is not None:
+            notes.append(
+                f"{refusal.reason}: it does not run in pages; each request has a cache and a forward pass of its own "
+                "instead, which is slower, and there is no prefix cache"
+            )
+        return runner
 
 
 def _load_target(target: TargetConfig) -> tuple[Any, Any, frozenset[int]]:
@@ -137,7 +167,7 @@ def plain_twin(loaded: LoadedEngine) -> Engine:
     The two must not step at the same time.
     """
     target, config = loaded.target, loaded.engine.config
-    runner = TargetRunner(
+    runner = target_runner(
         target.model, vocabulary_size=target.vocabulary_size, num_pages=config.num_pages, page_size=config.page_size
     )
     return Engine(runner, None, loaded.tokenizer, config=config.with_changes(verify_length=None, lookup=None))
@@ -196,7 +226,10 @@ def _sized(config: EngineConfig, model: Any, drafter: NGramDrafter | TrainedDraf
     """The config with the KV memory's size in tokens."""
     if config.kv_memory_bytes is None:
         return config
-    target_bytes = kv_bytes_per_token(model)
+    try:
+        target_bytes = kv_bytes_per_token(model)
+    except NotPageable:
+        target_bytes = dense_bytes_per_token(model)
     if drafter is None or isinstance(drafter, NGramDrafter):
         return with_capacity(config, target_bytes=target_bytes)
     one_token = paged_runner(drafter, num_pages=1, page_size=1)

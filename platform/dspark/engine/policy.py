@@ -5,7 +5,8 @@ from typing import get_args
 
 import torch
 
-from dspark.engine.estimates import ConfidenceDrift
+from dspark.engine.estimates import ConfidenceDrift, PriorEstimate
+from dspark.engine.lagged_capacity import LaggedCapacity, Members, Picture
 from dspark.engine.lookup import Lookup
 from dspark.engine.running import DecodingMode, RunningRequest
 from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival
@@ -34,7 +35,9 @@ class SpeculationPolicy:
         probe_every: int,
         has_confidence: bool,
         min_gain: float = 0.0,
+        lagged_prior: PriorEstimate | None = None,
     ) -> None:
+        """lagged_prior: what is known of all requests' drafts, where the capacity is the lagged one; else None."""
         if verify_length is not None and not 0 <= verify_length <= block_size:
             raise ValueError(f"verify_length {verify_length} is outside of the drafter's block; use 0..{block_size}")
         if block_size and curve is None and verify_length is None:
@@ -49,6 +52,10 @@ class SpeculationPolicy:
         self.has_confidence = has_confidence
         self.min_gain = min_gain
         self.capacity: int | None = None
+        self._lagged_prior = lagged_prior
+        self._lagged = None
+        if lagged_prior is not None and curve is not None:
+            self._lagged = LaggedCapacity(curve, block_size=block_size)
         self._scheduler = PrefixScheduler()
         self._drift = {mode: ConfidenceDrift() for mode in get_args(DecodingMode)}
 
@@ -109,7 +116,16 @@ class SpeculationPolicy:
         for running, proposal, row in zip(decoding, proposals, survival, strict=True):
             if proposal.confidence_logits is not None:
                 running.estimate.observe(row)
-        return self.allocate(decoding, survival, prefill_tokens=prefill_tokens)
+        lengths = self.allocate(decoding, survival, prefill_tokens=prefill_tokens)
+        if self._lagged is not None and self._lagged_prior is not None:
+            rows = {running.request.request_id: row for running, row in zip(decoding, survival, strict=True)}
+            self._lagged.note(Picture(rows, self._lagged_prior.survival(self.block_size)))
+        return lengths
+
+    def prepare(self) -> None:
+        """Settle what the next step's decisions take from the past, while this one computes."""
+        if self._lagged is not None:
+            self._lagged.prepare()
 
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
         """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
@@ -154,7 +170,25 @@ class SpeculationPolicy:
         if self.curve is None:
             return [length or 0 for length in bound]
         drafted = sum(1 for running, row in zip(decoding, survival, strict=True) if row and not running.is_copied)
-        return self._lengths(survival, bound, prefill_tokens, num_drafted=drafted)
+        total = self._lagged_total(decoding, survival, bound, prefill_tokens)
+        return self._lengths(survival, bound, prefill_tokens, num_drafted=drafted, total=total)
+
+    def _lagged_total(
+        self,
+        decoding: Sequence[RunningRequest],
+        survival: Sequence[Sequence[float]],
+        bound: Sequence[int | None],
+        prefill_tokens: int,
+    ) -> int | None:
+        """Draft tokens of the step by the lagged form, fixed lengths included; None where it is not asked for."""
+        if self._lagged is None:
+            return None
+        num_fixed = sum(length or 0 for length in bound)
+        is_drafted = {
+            running.request.request_id: length is None and len(row) > 0
+            for running, row, length in zip(decoding, survival, bound, strict=True)
+        }
+        return num_fixed + self._lagged.total(Members(is_drafted, prefill_tokens + num_fixed))
 
     def _lengths(
         self,
@@ -163,14 +197,20 @@ class SpeculationPolicy:
         prefill_tokens: int,
         *,
         num_drafted: int,
+        total: int | None = None,
     ) -> list[int]:
+        """total: draft tokens to verify, whatever the curve says of the present survival; None asks the curve."""
         assert self.curve is not None
+        capacity = self.capacity
+        if total is not None:
+            total = capacity = total if capacity is None else min(total, capacity)
         return self._scheduler.allocate(
             survival,
             self.curve,
             prefill_tokens=prefill_tokens,
             draft_s=self.curve.draft_seconds(num_drafted),
-            capacity=self.capacity,
+            capacity=capacity,
+            floor=total or 0,
             fixed=fixed,
         )
 

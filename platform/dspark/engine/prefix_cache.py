@@ -24,6 +24,7 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._num_ids_behind = num_ids_behind
+        self._readers: dict[bytes, RunningRequest] = {}  # of pages nobody has published yet
 
     def digests(self, ids: Sequence[int], num_tokens: int) -> list[bytes]:
         """Of the whole pages among the first `num_tokens` of a text, as far as enough tokens stand behind them."""
@@ -44,6 +45,28 @@ class PrefixCache:
             pages.append(page)
         return pages
 
+    def announce(self, running: RunningRequest, digests: Sequence[bytes]) -> None:
+        """A request begins to read the text of these pages; who is reading it already stays its reader."""
+        for digest in digests:
+            reader = self._readers.get(digest)
+            if reader is None or reader.is_prefilled:
+                self._readers[digest] = running
+
+    def withdraw(self, running: RunningRequest) -> None:
+        """It reads no more."""
+        for digest in [digest for digest, reader in self._readers.items() if reader is running]:
+            del self._readers[digest]
+
+    def readers(self, digests: Sequence[bytes]) -> list[RunningRequest]:
+        """Of each of these pages, who is reading it, up to the first that nobody reads."""
+        readers: list[RunningRequest] = []
+        for digest in digests:
+            reader = self._readers.get(digest)
+            if reader is None or reader.is_prefilled:
+                break
+            readers.append(reader)
+        return readers
+
     def publish(self, running: RunningRequest, num_stored: int) -> None:
         """Let the whole pages among a request's first `num_stored` tokens be found.
 
@@ -56,6 +79,7 @@ class PrefixCache:
             assert len(ids) == stop - start, "a page is published before the tokens behind it are known"
             digests.append(_digest(digests[-1] if digests else b"", ids))
             self._pool.publish(table.pages[page], digests[-1])
+            self._readers.pop(digests[-1], None)
 
     def _span(self, page: int) -> tuple[int, int]:
         """The tokens that a page's digest adds to that of the page before."""

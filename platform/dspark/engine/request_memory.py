@@ -62,7 +62,7 @@ class RequestMemory:
 
         others: who runs, the most urgent first. A page is left for each that will grow, or one would be preempted soon.
         """
-        shared = self._find(running)
+        shared = self.find(running)
         num_new = self._needed_pages(running) - len(shared)
         num_growing = sum(self._needed_pages(other) < self._most_pages(other.request) for other in others)
         if self.num_free(others) - self.pool.count_cached(shared) < num_new + num_growing:
@@ -73,14 +73,38 @@ class RequestMemory:
         pages = shared + self.pool.allocate(num_new, most=most, after=shared[-1] if shared else None)
         running.table = PageTable(pages, self.page_size)
         running.table.num_tokens = len(shared) * self.page_size
-        if not running.is_resumed and self._prefix_cache is not None:
-            self._stats.prefix_cache_queries += len(running.request.prompt_ids)
-            self._stats.prefix_cache_hits += running.table.num_tokens
+        if self._prefix_cache is not None:
+            self._prefix_cache.announce(running, running.digests[len(shared) :])
+            if not running.is_resumed:
+                running.num_cached = running.table.num_tokens
+                self._stats.prefix_cache_queries += len(running.request.prompt_ids)
+                self._stats.prefix_cache_hits += running.num_cached
         del running.digests[len(shared) :]
         if self._drafts is not None and self._is_draftable(running):
             running.memory = self._drafts.new_memory(running.table, running.ids(0, running.table.num_tokens))
         self._stop_drafting_beyond(running)
         return True
+
+    def should_wait(self, running: RunningRequest) -> bool:
+        """Whether at least half of what a request has to read is being read for others, and found when that is done."""
+        if self._prefix_cache is None:
+            return False
+        num_found = len(self.find(running))
+        readers = self._prefix_cache.readers(running.digests[num_found:])
+        is_worth_it = 2 * len(readers) * self.page_size >= running.num_context - num_found * self.page_size
+        if not readers or not is_worth_it:
+            return False
+        for reader in readers:
+            reader.is_awaited = True
+        return True
+
+    def lend(self, running: RunningRequest, num_new: int) -> None:
+        """Blank pages behind the request's own, if there are any, for so many tokens more than its next step needs."""
+        pages = running.table.pages
+        wanted = self._pages(running.num_context + 1 + self._num_ahead + num_new)
+        missing = min(wanted, self._most_pages(running.request)) - len(pages)
+        if missing > 0:
+            running.table.extend(self.pool.allocate(0, most=missing, after=pages[-1]))
 
     def grow(self, running: RunningRequest, others: Sequence[RunningRequest]) -> bool:
         """See to the pages of the request's next step; False when there are none. others: as in `open`."""
@@ -98,10 +122,14 @@ class RequestMemory:
         return True
 
     def publish(self, running: RunningRequest) -> None:
-        """Let the whole pages be found that target and drafter have stored."""
+        """Let the whole pages be found that target and drafter have stored; the drafter stores at once what is waited
+        for, when all of it is read."""
         if self._prefix_cache is not None and (self._drafts is None or running.is_draftable):
             stored = self._num_committed(running)
             if self._drafts is not None:
+                if running.is_awaited and running.is_prefilled:
+                    self._drafts.store(running.memory)
+                    running.is_awaited = False
                 stored = min(stored, self._drafts.num_stored(running.memory))
             self._prefix_cache.publish(running, stored)
 
@@ -112,15 +140,16 @@ class RequestMemory:
             if is_worth_it and not is_aborted and self._drafts is not None and running.is_draftable:
                 self._drafts.store(running.memory)
             self.publish(running)
+            self._prefix_cache.withdraw(running)
         self.pool.free(running.table.pages)
         running.table = PageTable([], self.page_size)
-        running.digests, running.memory = [], None
+        running.digests, running.memory, running.is_awaited = [], None, False
 
     def check(self, running: Sequence[RunningRequest]) -> None:
         """No page is lost, and each is held by as many as count for it."""
         self.pool.check(one.table.pages for one in running)
 
-    def _find(self, running: RunningRequest) -> list[int]:
+    def find(self, running: RunningRequest) -> list[int]:
         """Cached pages of the text's beginning. The last tokens are read in any case: for the logits of the last one,
         and for what the drafter keeps of the newest ones outside of its pages."""
         if self._prefix_cache is None:

@@ -52,12 +52,28 @@ class RequestScheduler:
                 self._preempt(order.pop())  # which may be the one that has no room
 
     def admit(self) -> None:
-        """Let waiting requests run while there is room, strictly in their order: none is overtaken, none starved."""
+        """Let waiting requests run while there is room, strictly in their order: none is overtaken, none starved.
+
+        One that begins like a text which is just being read comes in when it can share that.
+        """
         while self.waiting and len(self.running) < self._max_running:
-            if not self.memory.open(self.waiting[0], self.by_urgency):
+            first = self.waiting[0]
+            if self.memory.should_wait(first) or not self.memory.open(first, self.by_urgency):
                 return
             running = self.waiting.pop(0)
             self.running[running.request.request_id] = running
+
+    def prepare(self, *, num_new: int) -> None:
+        """What the next step needs and this one's outcome does not decide: requests that came in the meantime are
+        admitted, and those that run get pages for what this step may add, as far as there are blank ones.
+
+        num_new: tokens that a step adds to a request at most.
+        """
+        for running in self.by_urgency:
+            self.memory.lend(running, num_new)
+        self.admit()
+        if self.waiting:
+            self.memory.find(self.waiting[0])  # which makes its pages' digests, before there is a place for it
 
     def split(self, num_tokens: int, *, num_ahead: int) -> tuple[list[Work], list[RunningRequest]]:
         """Chunks to read beside the decodes, the most urgent first, and the requests that decode.

@@ -26,7 +26,8 @@ class RunningRequest:
     only to see whether that pays again. confident_survival: of the present proposal's slots by its confidences alone.
     copies: what lookup knows of it, None where there is no lookup. order: its place among all that came; it keeps its
     turn when it has to wait again, which it did num_preemptions times. digests: of its first pages, as the prefix cache
-    knows their text. is_draftable: not once its context is longer than the drafter's; memory is None then. generator:
+    knows their text; is_awaited: others wait for those it is reading; num_cached: tokens of the prompt found there.
+    is_draftable: not once its context is longer than the drafter's; memory is None then. generator:
     None unless it is sampled. rules: made when they are first applied.
     """
 
@@ -45,6 +46,8 @@ class RunningRequest:
     order: int = 0
     num_preemptions: int = 0
     digests: list[bytes] = field(default_factory=list)
+    is_awaited: bool = False
+    num_cached: int = 0
     is_draftable: bool = True
 
     @property

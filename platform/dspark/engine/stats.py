@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dspark.speculation.statistics import AcceptanceCounts
+from dspark.speculation.statistics import AcceptanceCounts, Round
 
 
 @dataclass
@@ -44,6 +44,21 @@ class EngineStats:
             self.reread_tokens += num_tokens
         else:
             self.prompt_tokens += num_tokens
+
+    def add_decodes(self, num_decodes: int, num_copied: int, drafted: Sequence[int]) -> None:
+        """Count a step's decodes. drafted: draft tokens proposed to each of those that the drafter was asked for."""
+        self.decodes += num_decodes
+        self.copied += num_copied
+        self.drafted += sum(num_tokens > 0 for num_tokens in drafted)
+        self.drafted_tokens += sum(drafted)
+
+    def add_round(self, done: Round, *, is_copied: bool) -> None:
+        """Count a verification, or a decode without a draft token."""
+        counts = (done.num_proposed, done.num_accepted, done.num_committed)
+        self.scheduled_tokens += done.num_proposed
+        self.rounds.add_round(*counts, confidence_logits=done.confidence_logits)
+        if is_copied:
+            self.copies.add_round(*counts)
 
     def add_step(self, batch_tokens: int, clock_s: Sequence[float]) -> None:
         """Count a step. clock_s: at its start, when all was drafted, when all was verified, at its end."""

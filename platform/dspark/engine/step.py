@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dspark.attention.flat_batch import Piece
+from dspark.attention.flat_batch import FlatBatch, Piece
 from dspark.engine.request import FinishReason
 from dspark.engine.running import RunningRequest
-from dspark.speculation.proposal import Proposal
+from dspark.engine.target_runner import TargetOutput
+from dspark.speculation.proposal import Proposal, Verdict
 from dspark.speculation.statistics import Round
 
 
@@ -25,7 +26,8 @@ class StepOutput:
 
     token_ids: newly committed, a stop token being the last; text: newly emitted, whole characters only, without stop
     token and stop string. num_prompt_tokens, num_output_tokens: usage so far. round: None for the prompt's own token.
-    logprobs: an entry per token id, where the request asks for them.
+    logprobs: an entry per token id, where the request asks for them. num_cached_tokens: of the prompt, found in the
+    prefix cache.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class StepOutput:
     num_output_tokens: int
     round: Round | None
     logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,16 @@ class Work:
         return [] if self.proposal is None else self.piece.token_ids[1:]
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step that the target has begun with. clock_s: at its start, and when all was drafted."""
+
+    works: list[Work]
+    batch: FlatBatch
+    output: TargetOutput
+    clock_s: list[float]
+
+
 def read_prompt(running: RunningRequest, max_tokens: int) -> Work:
     """The next chunk of what there is to read, at most so many tokens; a prompt's end yields the first output token.
 
@@ -71,3 +84,9 @@ def decode(running: RunningRequest, proposal: Proposal) -> Work:
     """The anchor, and behind it the tokens to verify."""
     token_ids = [running.anchor_id, *proposal.token_ids.tolist()]
     return Work(running, Piece(running.table, token_ids, num_logits=len(token_ids)), proposal)
+
+
+def round_of(proposal: Proposal, verdict: Verdict, num_committed: int) -> Round:
+    """What is counted of a verification."""
+    logits = None if proposal.confidence_logits is None else proposal.confidence_logits.tolist()
+    return Round(proposal.num_tokens, verdict.num_accepted, num_committed, logits)

@@ -1,15 +1,14 @@
-"""The target's side of a step: one forward pass over a flat batch, its KV memory and its captured features.
+"""A target whose keys and values lie in pages: one forward pass over a flat batch.
 
 Legend: B batch tokens, N rows whose logits are wanted, V vocabulary, m captured layers, d hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from dspark.attention import cpu, paged
 from dspark.attention.flat_batch import FlatBatch, Piece, flatten
@@ -17,31 +16,27 @@ from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
 from dspark.engine.fused_layers import fuse_layers
 from dspark.engine.hidden_states import HiddenStateCapture
-from dspark.numerics import argmax
+from dspark.engine.target import (
+    TargetOutput,
+    context_limit,
+    probe_difference,
+    probe_ids,
+    use_own_attention,
+    without_padding,
+)
 
-PROBE_TOKENS = 24
-PROBE_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}  # share of the logits' spread
+PAGED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # of the library's cache; a dummy keeps nothing
 
 
-@dataclass(frozen=True)
-class TargetOutput:
-    """scores: [N, V] logits as the target computes them, in its type, padding ids at -inf.
+class NotPageable(ValueError):
+    """A target that pages do not serve; `reason` begins with its class. The model is as it was before."""
 
-    hidden: [B, m*d], or None when nothing is captured.
-    """
-
-    scores: Tensor
-    hidden: Tensor | None
-
-    @cached_property
-    def logits(self) -> Tensor:
-        """[N, V] float32, for sampling; greedy choices need no such copy."""
-        return self.scores.float()
-
-    def choices(self) -> list[int]:
-        """The most likely token of each row, the lowest id of equals: [N]."""
-        ids: list[int] = argmax(self.scores).tolist()
-        return ids
+    def __init__(self, model: Any, reason: str) -> None:
+        self.reason = f"target class {type(model).__name__} {reason}"
+        super().__init__(
+            f"{self.reason}; pages serve causal LMs whose layers all go through the library's attention interface, "
+            "with full or sliding-window attention"
+        )
 
 
 class TargetRunner:
@@ -49,9 +44,11 @@ class TargetRunner:
 
     The model is switched to paged attention for good, and on a CPU to our own kernels unless use_kernels is false.
     Whether it then computes the same as before is measured at the start, on a short text in two pieces: an
-    architecture that keeps state elsewhere (linear attention, convolutions, shared keys) is refused by its class, with
-    the difference.
+    architecture that keeps state elsewhere (linear attention, convolutions) is refused by its class.
+    Raises: NotPageable.
     """
+
+    has_pages = True
 
     def __init__(
         self,
@@ -68,14 +65,11 @@ class TargetRunner:
         self.vocabulary_size = vocabulary_size
         self.page_size, self.num_pages = page_size, num_pages
         self.layer_ids = tuple(layer_ids)
-        paged.register()
-        if model.config._attn_implementation == paged.NAME:  # it has served another runner
-            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         expected, shapes = _observe(model)
         self.kv_cache = PagedKVCache(shapes, num_slots=num_pages * page_size, dtype=self.dtype, device=self.device)
+        self.uses_kernels = use_kernels and cpu.is_served(self.kv_cache)
         model.set_attn_implementation(paged.NAME)
-        self._uses_kernels = use_kernels and cpu.is_served(self.kv_cache)
-        if self._uses_kernels:
+        if self.uses_kernels:
             fuse_layers(model)
         self._check(expected)
         self._capture = HiddenStateCapture(model, self.layer_ids) if self.layer_ids else None
@@ -83,33 +77,27 @@ class TargetRunner:
     @property
     def max_context_tokens(self) -> int | None:
         """Positions the target was made for; None when it does not say."""
-        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return context_limit(self.model)
 
     @torch.inference_mode()
     def run(self, batch: FlatBatch) -> TargetOutput:
         """Read the batch's tokens. Their keys and values are stored; the tables are the caller's to move on."""
         if self._capture is None:
-            return TargetOutput(self._masked(self._forward(batch)), None)
+            return TargetOutput(without_padding(self._forward(batch), self.vocabulary_size), None)
         with self._capture:  # for this pass only: another runner may share the model
             logits = self._forward(batch)
-            return TargetOutput(self._masked(logits), self._capture.hidden()[0])
-
-    def _masked(self, logits: Tensor) -> Tensor:
-        """Rows of the embedding behind the tokenizer's ids are padding and never output."""
-        if logits.shape[1] > self.vocabulary_size:
-            logits[:, self.vocabulary_size :] = -torch.inf
-        return logits
+            return TargetOutput(without_padding(logits, self.vocabulary_size), self._capture.hidden()[0])
 
     @torch.inference_mode()
     def _forward(self, batch: FlatBatch) -> Tensor:
-        output = self.model(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
+        plan = paged.plan_of(batch) if self.uses_kernels else None
+        logits: Tensor = _paged_pass(
+            self.model,
+            batch.input_ids,
+            batch.positions,
+            paged.PagedStep(batch, self.kv_cache, plan),
             logits_to_keep=batch.logit_rows,
-            paged_step=paged.PagedStep(batch, self.kv_cache, paged.plan_of(batch) if self._uses_kernels else None),
         )
-        logits: Tensor = output.logits[0]
         return logits
 
     def flatten(self, pieces: Sequence[Piece]) -> FlatBatch:
@@ -117,26 +105,19 @@ class TargetRunner:
         return flatten(pieces, self.device)
 
     def _check(self, expected: Tensor) -> None:
-        """Raises: ValueError when paged attention changes what the model computes."""
-        name = type(self.model).__name__
+        """Raises: NotPageable when paged attention changes what the model computes."""
         try:
-            found = self._probe()
+            difference = probe_difference(self._probe(), expected, self.dtype)
         except Exception as error:
-            raise ValueError(
-                f"target class {name} does not run on paged attention ({error}); use a causal LM whose layers all go "
-                "through the library's attention interface"
-            ) from error
-        spread = float(expected.max() - expected.min())
-        difference = float((found - expected).abs().max())
-        if not difference <= PROBE_TOLERANCE.get(self.dtype, 0.25) * max(spread, 1e-6):
-            raise ValueError(
-                f"target class {name} computes something else on paged attention (logits differ by {difference:.3g} "
-                f"of {spread:.3g}); use a causal LM whose layers all go through the library's attention interface"
-            )
+            use_own_attention(self.model)
+            raise NotPageable(self.model, f"does not run on paged attention ({error})") from error
+        if difference is not None:
+            use_own_attention(self.model)
+            raise NotPageable(self.model, f"computes something else on paged attention ({difference})")
 
     def _probe(self) -> Tensor:
         """Logits of the probe's last token, read in two pieces through pages that are no neighbours."""
-        ids = _probe_ids(self.model)[0].tolist()
+        ids = probe_ids(self.model)[0].tolist()
         num_needed = -(-len(ids) // self.page_size)
         table = PageTable(list(range(min(num_needed, self.num_pages)))[::-1], self.page_size)
         half = len(ids) // 2
@@ -147,34 +128,64 @@ class TargetRunner:
 
 
 def kv_bytes_per_token(model: Any) -> int:
-    """Bytes of KV memory that a token takes in all layers. Raises: ValueError as `TargetRunner` does."""
-    shapes = _observe(model)[1]
-    return sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes) * model.dtype.itemsize
+    """Bytes of KV memory that a token takes in all layers. Raises: NotPageable as `TargetRunner` does."""
+    own = [shape for shape in _observe(model)[1] if shape.shared_with is None]
+    return sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in own) * model.dtype.itemsize
 
 
 @torch.inference_mode()
 def _observe(model: Any) -> tuple[Tensor, list[LayerShape]]:
-    """Logits of the probe's last token as the model computes them by itself, and what its layers store per token.
+    """Logits of the probe's last token as the model computes them by itself, and what its layers attend to per token.
 
-    Raises: ValueError when a layer stores something else than keys and values of every token.
+    The shapes are those that attention is called with: what the library's own cache keeps may be less (the latents of
+    DeepSeek's keys and values). Raises: NotPageable.
     """
-    if model.config._attn_implementation == paged.NAME:  # it serves, or has served, another runner
-        model.set_attn_implementation("sdpa")
-    output = model(input_ids=_probe_ids(model), use_cache=True)
-    layers = output.cache.layers
-    shapes = []
-    for number, layer in enumerate(layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
-            raise ValueError(
-                f"target class {type(model).__name__}: layer {number} keeps a {type(layer).__name__}, which pages "
-                "cannot hold; use a causal LM with full or sliding-window attention in every layer"
+    use_own_attention(model)
+    if not model._can_set_attn_implementation():
+        raise NotPageable(model, "does not use the library's attention interface")
+    ids = probe_ids(model)
+    output = model(input_ids=ids, use_cache=True)
+    windows = _windows(model, getattr(output, "cache", None))
+    calls = paged.AttentionCalls()
+    paged.register()
+    own = model.config._attn_implementation
+    model.set_attn_implementation(paged.NAME)
+    try:
+        _paged_pass(model, ids[0], torch.arange(ids.shape[1], device=ids.device), calls, logits_to_keep=1)
+    except Exception as error:
+        raise NotPageable(model, f"does not run on paged attention ({error})") from error
+    finally:
+        model.set_attn_implementation(own)
+    for layer, window in windows.items():
+        if layer in calls.windows and calls.windows[layer] != window:
+            raise NotPageable(
+                model, f"attends in layer {layer} with window {calls.windows[layer]}, but its cache keeps {window}"
             )
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.device))
-    return output.logits[0, -1].float(), shapes
+    return output.logits[0, -1].float(), calls.shapes()
 
 
-def _probe_ids(model: Any) -> Tensor:
-    rows = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(rows, (1, PROBE_TOKENS), generator=generator).to(model.device)
+def _windows(model: Any, cache: Any) -> dict[int, int | None]:
+    """The window of each layer as the library's own cache keeps it, where a layer keeps something.
+
+    Raises: NotPageable when a layer keeps something else than keys and values of every token in it.
+    """
+    if cache is None:
+        raise NotPageable(model, "keeps its state outside of the library's cache")
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in PAGED_LAYERS:
+            raise NotPageable(model, f"keeps a {type(layer).__name__} in layer {number}")
+    kept = {number: layer for number, layer in enumerate(cache.layers) if not isinstance(layer, DummyLayer)}
+    return {number: getattr(layer, "sliding_window", None) for number, layer in kept.items()}
+
+
+def _paged_pass(model: Any, input_ids: Tensor, positions: Tensor, step: Any, *, logits_to_keep: Any) -> Tensor:
+    """Logits [N, V] of a flat batch. input_ids, positions: [B]."""
+    output = model(
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=logits_to_keep,
+        paged_step=step,
+    )
+    logits: Tensor = output.logits[0]
+    return logits

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dspark.attention import paged
+from dspark.engine.target import use_own_attention
 
 
 def compare_with_generate(
@@ -60,7 +61,7 @@ def _own_attention(model: Any) -> Iterator[None]:
     """A model that serves an engine is switched back to the library's attention for a while, between two steps."""
     is_paged = model.config._attn_implementation == paged.NAME
     if is_paged:
-        model.set_attn_implementation("sdpa")
+        use_own_attention(model)
     try:
         yield
     finally:

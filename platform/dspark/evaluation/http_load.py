@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt
 from dspark.errors import DsparkError, one_line
 from dspark.evaluation.config import EvaluationMode
@@ -24,6 +23,8 @@ TIMEOUT_S = 600.0
 class HttpLoad:
     """A server at `base_url`. Plain means its extension `verify_length: 0`.
 
+    No seed is sent: one would fix the text, at the price of acceptance, and what is measured is how a server does
+    without being asked for that.
     stream: as answers are asked for. transport: how requests travel; None uses the network.
     """
 
@@ -38,7 +39,6 @@ class HttpLoad:
         self.notes: list[str] = []
         self._base_url = str(config.base_url)
         self._prompts = list(prompts)
-        self._seed = config.seed
         self._stream = stream
         self._transport = transport
 
@@ -57,8 +57,6 @@ class HttpLoad:
         }
         if mode.top_k is not None:
             body["top_k"] = mode.top_k
-        if mode.temperature > 0:
-            body["seed"] = derive_seed(self._seed, prompt.id, number)
         if side == "plain":
             body["verify_length"] = 0
         if self._stream:

@@ -21,8 +21,14 @@ from pydantic import Field
 from dspark.config import Config
 from dspark.drafters.base import Drafter
 from dspark.drafters.checkpoint import load_drafter
-from dspark.engine.loading import WITHOUT_FOLDER, check_drafter, drafter_sha256, drafter_target, paged_runner
-from dspark.engine.target_runner import TargetRunner
+from dspark.engine.loading import (
+    WITHOUT_FOLDER,
+    check_drafter,
+    drafter_sha256,
+    drafter_target,
+    paged_runner,
+    target_runner,
+)
 from dspark.evaluation.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
@@ -165,7 +171,7 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
         drafter = load_drafter(str(config.drafter), dtype=model.dtype, device=str(model.device))
     tables = page_tables(request_tokens(config, drafter), config.page_size)
     memory: dict[str, Any] = {"num_pages": sum(len(table.pages) for table in tables), "page_size": config.page_size}
-    target = TargetRunner(
+    target = target_runner(
         model,
         vocabulary_size=vocabulary_size(load_tokenizer(target_config)),
         layer_ids=() if drafter is None else drafter.target_layer_ids,

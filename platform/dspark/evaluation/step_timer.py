@@ -11,6 +11,7 @@ from torch import Tensor
 from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PagePool, PageTable
 from dspark.engine.draft_runner import DraftRequest, DraftRunner
+from dspark.engine.target import Target
 from dspark.engine.target_runner import TargetRunner
 
 NEW_TOKENS = 2  # features that a round of usual length leaves for the drafter to store
@@ -53,7 +54,7 @@ class StepTimer:
 
     def __init__(
         self,
-        target: TargetRunner,
+        target: Target,
         drafts: DraftRunner | None,
         tables: Sequence[PageTable],
         *,
@@ -65,7 +66,7 @@ class StepTimer:
         longest = max(table.capacity_tokens for table in tables)
         ids = torch.randint(target.vocabulary_size, (longest,), generator=generator)
         self._ids: list[int] = ids.tolist()
-        self._features = self._read_context(context_tokens)
+        self._features = self._read_context(self._tables[0], context_tokens)
         self._share_context(context_tokens)
         self._memories = self._draft_memories(context_tokens)
 
@@ -97,9 +98,9 @@ class StepTimer:
         return self._now() - started
 
     @torch.inference_mode()
-    def _read_context(self, num_tokens: int) -> Tensor:
-        """Read the first request's context; its features, [n, m*d], or nothing without a drafter to want them."""
-        table, features = self._tables[0], []
+    def _read_context(self, table: PageTable, num_tokens: int) -> Tensor:
+        """Read a request's context; its features, [n, m*d], or nothing without a drafter to want them."""
+        features = []
         for start in range(0, num_tokens, READ_TOKENS):
             chunk = self._ids[start : min(start + READ_TOKENS, num_tokens)]
             output = self._target.run(self._target.flatten([Piece(table, chunk, num_logits=1)]))
@@ -112,6 +113,10 @@ class StepTimer:
     def _share_context(self, num_tokens: int) -> None:
         """Copy the first request's keys and values to all others: reading them anew would give the same."""
         first, *others = self._tables
+        if not isinstance(self._target, TargetRunner):  # they lie in no pages
+            for table in others:
+                self._read_context(table, num_tokens)
+            return
         kv_cache = self._target.kv_cache
         for table in others:
             slots = torch.tensor(table.slots(0, num_tokens), device=self._target.device)

@@ -24,6 +24,7 @@ struct Attention {
   int64_t query_token, query_head, key_token, key_head, value_token, value_head, num_slots;
   int32_t num_heads, num_kv_heads, key_dim, value_dim, window, is_bf16;  // window 0: all is seen
   float scaling, softcap;                                                // softcap 0: none
+  const float* sinks;  // [H], the score of a key more per head, whose value is zero; null: none
 };
 
 // Some tokens of a piece for one key/value head. position: of the first token; its keys lie in oldest … stop - 1.
@@ -321,6 +322,10 @@ void attend_item(const Batch& batch, const Attention& a, const Item& item, const
   s.largest.assign(num_rows, LOWEST);
   s.totals.assign(num_rows, 0.0f);
   s.shrinks.resize(num_rows);
+  for (int row = 0; a.sinks && row < num_rows; ++row) {
+    s.largest[row] = std::max(LOWEST, a.sinks[int64_t(item.kv_head) * group + row % group]);
+    s.totals[row] = 1.0f;
+  }
 
   Ahead<T> ahead;
   for (int tile = item.oldest; tile < item.stop; tile += TILE) {

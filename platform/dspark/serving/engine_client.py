@@ -24,7 +24,8 @@ class Delta:
     """What one engine step added to an answer; counts are the usage so far. The last one has a finish reason.
 
     prompt_token_ids: what the target saw, on the first one and only where token ids are asked for. index: which of the
-    request's choices it belongs to. logprobs: an entry per token id, where they are asked for.
+    request's choices it belongs to. logprobs: an entry per token id, where they are asked for. num_cached_tokens: of
+    the prompt, found in the prefix cache.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Delta:
     prompt_token_ids: tuple[int, ...] | None = None
     index: int = 0
     logprobs: list[ShownLogprobs] | None = None
+    num_cached_tokens: int = 0
 
 
 class EngineClient(Protocol):

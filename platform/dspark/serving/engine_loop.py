@@ -2,6 +2,8 @@
 
 event loop      generate() -> inbox                                      queue of the request -> generate()
 engine thread                 inbox, applied between two steps -> step() -> queue of the request
+
+What only adds requests is applied in the midst of a step, too, while the target computes.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
@@ -61,10 +64,12 @@ class EngineLoop:
         self, engine: Engine, metrics: ReplicaMetrics, *, capacity: Callable[[], int | None] | None = None
     ) -> None:
         self.engine = engine
+        engine.meanwhile = self._take_new
         self.num_open = 0
         self._metrics = metrics
         self._capacity = capacity
         self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._held: deque[_Abort | None] = deque()  # taken out in the midst of a step, and not for then
         self._receivers: dict[str, _Receiver] = {}  # the engine thread's own
         self._ended: EngineStopped | None = None
         self._sending = threading.Lock()
@@ -161,12 +166,21 @@ class EngineLoop:
             if is_idle and self._inbox.empty():
                 self.engine.check()  # nothing runs, so nothing may be held
             try:
-                command = self._inbox.get(block=is_idle)
+                command = self._held.popleft() if self._held else self._inbox.get(block=is_idle)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             self._apply(command)
+
+    def _take_new(self) -> None:
+        """Queue requests up to the first command of another kind: what ends a request waits for the step's end."""
+        while not self._held and not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, _Add):
+                self._apply(command)
+            else:
+                self._held.append(command)
 
     def _apply(self, command: _Add | _Abort) -> None:
         if isinstance(command, _Abort):

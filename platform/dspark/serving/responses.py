@@ -16,10 +16,16 @@ DONE = b"data: [DONE]\n\n"
 AnswerObject = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 
 
+class PromptTokensDetails(Wire):
+    cached_tokens: int
+    """Found in the prefix cache, and not read for this request."""
+
+
 class Usage(Wire):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TextChoice(Wire):
@@ -215,9 +221,15 @@ def _logprobs(deltas: Sequence[Delta]) -> list[ShownLogprobs]:
 
 
 def _usage(lasts: Sequence[Delta]) -> Usage:
-    """The prompt counts once, however many choices were made of it."""
+    """The prompt counts once, however many choices were made of it: what the first to read it did not find."""
     prompt, output = lasts[0].num_prompt_tokens, sum(last.num_output_tokens for last in lasts)
-    return Usage(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
+    details = PromptTokensDetails(cached_tokens=min(last.num_cached_tokens for last in lasts))
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=output,
+        total_tokens=prompt + output,
+        prompt_tokens_details=details,
+    )
 
 
 def _plain(answer: Answer) -> dict[str, Any]:

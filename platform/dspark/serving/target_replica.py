@@ -83,6 +83,7 @@ class TargetReplica:
                         prompt_ids,
                         index[output.request_id],
                         None if output.logprobs is None else [self._token_texts.show(one) for one in output.logprobs],
+                        output.num_cached_tokens,
                     )
                     prompt_ids = None  # they are told once
         except ValueError as error:

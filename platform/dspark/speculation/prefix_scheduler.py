@@ -122,6 +122,23 @@ def choose_drafting(
     return drafted
 
 
+def best_total(
+    survival: Sequence[Sequence[float]], curve: CostCurve, *, prefill_tokens: int = 0, draft_s: float = 0.0
+) -> int:
+    """Draft tokens of a step, all requests' together, that maximise tau / (T_verify(B) + draft_s): the lower of equals.
+
+    Looks at the whole ranking and at the curve's buckets, so survival must be that of a step which is over.
+    The arguments are those of `allocate`, for which the result is floor and capacity at once (the lagged form).
+    """
+    if not survival:
+        return 0
+    step = _rank(survival, None, prefill_tokens)
+    padded = [curve.padded_tokens(step.tokens + num_slots) for num_slots in range(len(step.slots) + 1)]
+    seconds = curve.smooth_verify_array(np.array(padded)) + _others_s(step, curve) + draft_s
+    tau = np.cumsum(np.concatenate(([step.tau], step.slots)))
+    return int(np.argmax(tau / seconds))
+
+
 @dataclass(frozen=True)
 class _Step:
     """A step before anything is decided, and the slots up for decision in the order of admission.

@@ -65,9 +65,9 @@ class Problem:
         held = self.kv_cache.keys[0], self.kv_cache.values[0]
         return plan_of(self.batch(chosen)).attend(query, (key, value), held, window=self.window, **options)
 
-    def by_twin(self, softcap: float | None = None) -> Tensor:
+    def by_twin(self, **options: Any) -> Tensor:
         step = PagedStep(self.batch(list(range(len(LENGTHS)))), self.kv_cache)
-        options = {"scaling": None, "sliding_window": self.window, "softcap": softcap}
+        options = {"scaling": None, "sliding_window": self.window} | options
         return attend_pieces(step, 0, self.query, self.key, self.value, **options).contiguous()
 
 
@@ -132,12 +132,14 @@ def test_a_block_sees_its_context_and_all_of_itself() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_capped_as_the_twin_caps_them(dtype: torch.dtype) -> None:
-    problem, twin = Problem(SHAPES["shared keys"], dtype), Problem(SHAPES["shared keys"], torch.float32)
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_scores_are_capped_and_sinks_are_seen_as_by_the_twin(dtype: torch.dtype, name: str) -> None:
+    problem, twin = Problem(SHAPES["a window of tiles"], dtype), Problem(SHAPES["a window of tiles"], torch.float32)
     twin.query, twin.key, twin.value = (part.float() for part in (problem.query, problem.key, problem.value))
     twin.kv_cache.keys[0].copy_(problem.kv_cache.keys[0])
     twin.kv_cache.values[0].copy_(problem.kv_cache.values[0])
-    found = problem.by_kernel(EVERY, softcap=0.5).float()
+    options = {name: 0.5 if name == "softcap" else torch.tensor([3.0, -50.0, 0.0, 8.0])}
+    found = problem.by_kernel(EVERY, **options).float()
     tolerance = 1e-5 if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(found, twin.by_twin(softcap=0.5), atol=max(1e-4, tolerance), rtol=tolerance)
+    torch.testing.assert_close(found, twin.by_twin(**options), atol=max(1e-4, tolerance), rtol=tolerance)
     assert not torch.allclose(found, twin.by_twin(), atol=0.05)

@@ -1,5 +1,7 @@
 """Paged attention gives what dense attention over each request alone gives, to 1e-5 in float32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from dspark.attention.flat_batch import Piece, flatten
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
-from dspark.attention.paged import PagedStep, causal_mask, paged_attention
+from dspark.attention.paged import AttentionCalls, PagedStep, attend, causal_mask, paged_attention
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 
@@ -72,14 +74,36 @@ def test_what_was_rejected_is_written_over_and_never_seen() -> None:
     assert torch.equal(run(1.0), run(-7.0))
 
 
-def test_an_attention_it_does_not_compute_is_refused_by_name() -> None:
-    layer = nn.Module()
-    layer.layer_idx = 0  # type: ignore[assignment]
-    batch = flatten([Piece(PageTable([0], 4), [0], 1)], "cpu")
-    kv_cache = PagedKVCache([LayerShape(KV_HEADS, DIM, DIM)], num_slots=4, dtype=torch.float32, device="cpu")
+def test_a_sink_takes_weight_and_gives_nothing() -> None:
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(HEADS, 3, DIM), torch.randn(KV_HEADS, 5, DIM), torch.randn(KV_HEADS, 5, DIM)
+    mask = causal_mask(2, 5, 0, sliding_window=None, dtype=torch.float32, device=torch.device("cpu"))
+    sinks = torch.randn(HEADS)
+    found = attend(queries, keys, values, mask, scaling=0.3, sinks=sinks)
+    for head in range(HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        weights = (queries[head] @ keys[shared].T * 0.3 + mask).exp()
+        expected = weights @ values[shared] / (weights.sum(1, keepdim=True) + sinks[head].exp())
+        torch.testing.assert_close(found[head], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_layer_that_is_not_handed_the_step_is_refused_by_name() -> None:
     q, k = torch.zeros(1, HEADS, 1, DIM), torch.zeros(1, KV_HEADS, 1, DIM)
-    with pytest.raises(ValueError, match="s_aux of Module is not supported"):
-        paged_attention(layer, q, k, k, None, paged_step=PagedStep(batch, kv_cache), s_aux=q)
+    with pytest.raises(ValueError, match="Module is not handed the keyword arguments"):
+        paged_attention(nn.Module(), q, k, k, None)
+
+
+def test_what_layers_are_called_with_is_noted_and_who_shares_keys_with_whom() -> None:
+    calls, keys = AttentionCalls(), torch.zeros(2, 1, KV_HEADS, 3, DIM)
+    query, values = torch.zeros(1, HEADS, 3, DIM), torch.zeros(1, KV_HEADS, 3, 5)
+    for number, (key, window) in {0: (keys[0], 4), 1: (keys[1], None), 3: (keys[0], 4)}.items():
+        layer = nn.Module()
+        layer.layer_idx = number  # type: ignore[assignment]
+        output, _ = paged_attention(layer, query, key, values, None, paged_step=calls, sliding_window=window)
+        assert output.shape == (1, 3, HEADS, 5)
+    own = LayerShape(KV_HEADS, DIM, 5, torch.device("cpu"))
+    assert calls.shapes() == [own, own, LayerShape(0, 0, 0), replace(own, shared_with=0)]
+    assert calls.windows == {0: 4, 1: None, 3: 4}
 
 
 def test_a_mask_shows_the_past_and_no_more_than_the_window() -> None:

@@ -98,5 +98,5 @@ def test_a_target_that_keeps_a_recurrent_state_is_refused_by_name(tmp_path: Path
     write_mtp_target(tmp_path, "qwen", vocab_size=320)
     tiny_tokenizer().save_pretrained(tmp_path)
     target = TargetConfig(name=str(tmp_path), dtype="float32", device="cpu")
-    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM: layer 0 keeps a LinearAttention"):
+    with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM keeps a state .*LinearAttention"):
         load_engine(target, "mtp", config=EngineConfig(page_size=4, kv_tokens=512, verify_length=2))

@@ -101,6 +101,6 @@ def test_layer_ids_that_the_target_cannot_give_are_refused(target: Any, layer_id
 
 
 def test_a_model_without_decoder_layers_is_refused_by_name():
-    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no embed_tokens/layers/norm"):
-        decoder_of(transformers.GPT2LMHeadModel(config))
+    config = transformers.CTRLConfig(vocab_size=50, n_embd=16, n_layer=2, n_head=2, dff=16)
+    with pytest.raises(ValueError, match="CTRLLMHeadModel has no layers/h/blocks with a norm/"):
+        decoder_of(transformers.CTRLLMHeadModel(config))

@@ -229,6 +229,48 @@ def test_a_preempted_request_finds_its_own_pages_again() -> None:
     assert toy.stats.prefix_cache_hits == 0  # a new request's only
 
 
+def test_requests_that_come_together_wait_for_the_first_to_read_what_they_share() -> None:
+    toy = Toy(num_pages=60, prefix_cache=True)
+    first, *others = [toy.add(name, 30, max_tokens=4) for name in "abc"]
+    other = toy.add("d", 30, prompt=range(100, 130), max_tokens=4)
+    assert toy.step(16) == ["a"]
+    assert toy.running == {"a"}  # none is overtaken
+    assert toy.step(16) == ["a"]
+    assert toy.step(60) == ["b", "c", "d", "a"]
+    assert [one.num_cached for one in (first, *others, other)] == [0, 28, 28, 0]
+    assert [one.table.pages[:7] for one in others] == [first.table.pages[:7]] * 2
+    assert toy.stats.prefix_cache_hits == 56
+
+
+def test_nobody_waits_for_less_than_half_of_what_is_to_be_read_or_for_what_is_given_up() -> None:
+    toy = Toy(num_pages=60, prefix_cache=True)
+    toy.add("a", 13)
+    toy.add("b", 30, prompt=[*range(1, 13), *range(100, 118)])  # three pages of seven and a half
+    toy.step()
+    assert toy.running == {"a", "b"}
+    toy.add("c", 30, prompt=range(200, 230))
+    toy.add("d", 30, prompt=range(200, 230))
+    toy.step(16)
+    assert toy.running == {"a", "b", "c"}
+    toy.scheduler.release("c", is_aborted=True)
+    toy.step(16)
+    assert toy.running == {"a", "b", "d"}
+
+
+def test_who_came_during_a_step_is_admitted_and_who_runs_gets_pages_for_what_the_step_may_add() -> None:
+    toy = Toy(num_pages=20, prefix_cache=True, max_running=2)
+    first = toy.add("a", 8, max_tokens=60)
+    toy.step()
+    toy.pool.free(first.table.shorten(3))  # 8 tokens, the next one, 3 ahead
+    toy.add("b", 5, max_tokens=3)
+    waiting = toy.add("c", 9, prompt=range(50, 59), max_tokens=3)
+    toy.scheduler.prepare(num_new=1 + NUM_AHEAD)
+    assert toy.running == {"a", "b"}
+    assert len(first.table.pages) == 4
+    assert len(waiting.digests) == 2
+    toy.scheduler.check()
+
+
 def test_running_requests_share_the_pages_of_what_they_begin_with() -> None:
     toy = Toy(num_pages=14, prefix_cache=True)
     first = toy.add("a", 30, max_tokens=4)

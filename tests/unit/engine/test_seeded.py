@@ -131,6 +131,29 @@ def test_a_hundred_requests_read_the_same_in_every_way_they_are_served(model: An
     ngram = NGramDraftRunner(NGramDrafter(NGramConfig(block_size=5, min_match=1, max_match=3)))
     for drafts in (None, runner(drafters["dspark"]), ngram):
         assert texts(model, drafts, requests, max_running_requests=16) == alone
+    assert texts(model, runner(drafters["dspark"]), requests, max_running_requests=1) == alone
+
+
+@pytest.mark.parametrize("kind", ["none", "dspark", "ngram"])
+def test_they_read_the_same_after_forced_preemption_and_behind_shared_pages(
+    model: Any, drafters: Any, plain: list[list[int]], kind: str
+):
+    def drafts() -> DraftRunner | None:
+        if kind == "ngram":
+            return NGramDraftRunner(NGramDrafter(NGramConfig(block_size=4, min_match=1, max_match=3)))
+        return runner(drafters["dspark"]) if kind == "dspark" else None
+
+    requests = [asked(number) for number in range(20)]
+    pressed = make_engine(model, drafts(), kv_tokens=120, max_running_requests=16)
+    outputs = run(pressed, requests)
+    assert [ids_of(outputs[one.request_id]) for one in requests] == plain
+    assert pressed.stats.preemptions > 0
+    warm = make_engine(model, drafts(), max_running_requests=16)
+    for _ in range(2):
+        outputs = run(warm, requests)
+        assert [ids_of(outputs[one.request_id]) for one in requests] == plain
+    assert warm.stats.prefix_cache_hits > warm.stats.prompt_tokens / 2
+    assert [outputs[str(n)][0].num_cached_tokens for n in (1, 2)] == [0, 44]  # of prompts of 1 and of 45 tokens
 
 
 def test_another_seed_or_choice_is_another_text_and_none_draws_anew(model: Any):

@@ -9,7 +9,7 @@ import transformers
 from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PageTable
 from dspark.engine.hidden_states import HiddenStateCapture
-from dspark.engine.target_runner import TargetRunner
+from dspark.engine.target_runner import TargetRunner, kv_bytes_per_token
 
 SMALL = {
     "vocab_size": 60,
@@ -28,7 +28,8 @@ SMALL = {
 
 def model_of(name: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SMALL | changes)
+    kind = f"{name}TextConfig" if name in ("Llama4", "Gemma4") else f"{name}Config"
+    config = getattr(transformers, kind)(**SMALL | changes)
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
@@ -37,6 +38,22 @@ FITTING = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral with a window": ("Mistral", {"sliding_window": 6}),
     "gemma2 with soft-capped scores": ("Gemma2", {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 2.0}),
+    "attention sinks": (
+        "GptOss",
+        {"head_dim": 8, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "keys wider than values": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 10,
+            "first_k_dense_replace": 3,
+        },
+    ),
     "mixture of experts": (
         "Qwen3Moe",
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -44,10 +61,12 @@ FITTING = {
 }
 
 
+@pytest.mark.parametrize("use_kernels", [True, False])
 @pytest.mark.parametrize(("name", "changes"), FITTING.values(), ids=FITTING)
-def test_logits_and_features_are_the_models_own(name, changes):
+def test_logits_and_features_are_the_models_own(name, changes, use_kernels):
     alone, model = model_of(name, **changes), model_of(name, **changes)
-    runner = TargetRunner(model, vocabulary_size=60, layer_ids=(-1, 1), num_pages=24, page_size=4)
+    memory = {"num_pages": 24, "page_size": 4}
+    runner = TargetRunner(model, vocabulary_size=60, layer_ids=(-1, 1), use_kernels=use_kernels, **memory)
     texts = [
         torch.randint(60, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (14, 5)
     ]
@@ -74,10 +93,11 @@ def test_logits_and_features_are_the_models_own(name, changes):
 
 REFUSED = {
     "convolution layers": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM"),
-    "attention sinks": (
-        "GptOss",
-        {"num_local_experts": 2, "head_dim": 8, "num_experts_per_tok": 1},
-        "GptOssForCausalLM",
+    "a recurrent state beside attention": ("FalconH1", {}, "FalconH1ForCausalLM keeps a LinearAttentionAnd"),
+    "attention in chunks": (
+        "Llama4",
+        {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32},
+        "Llama4ForCausalLM attends in layer 0 with window None, but its cache keeps 8192",
     ),
 }
 
@@ -92,6 +112,25 @@ def test_a_model_that_computes_something_else_is_refused_with_the_difference(mon
     monkeypatch.setattr("dspark.attention.paged.causal_mask", lambda *a, **o: None)
     with pytest.raises(ValueError, match="computes something else on paged attention"):
         TargetRunner(model_of("Llama"), vocabulary_size=60, num_pages=24, page_size=4, use_kernels=False)
+
+
+def test_positions_that_turn_otherwise_in_long_texts_bound_the_context():
+    factors = [1.0, 1.1, 1.2, 1.3]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
+    model = model_of("Phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    assert TargetRunner(model, vocabulary_size=60, num_pages=24, page_size=4).max_context_tokens == 64
+    plain = TargetRunner(model_of("Phi3"), vocabulary_size=60, num_pages=24, page_size=4)
+    assert plain.max_context_tokens == 128
+
+
+def test_layers_that_share_keys_share_their_memory():
+    changes = {"head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 60, "sliding_window": 6}
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = model_of("Gemma4", num_kv_shared_layers=2, **changes | layers)
+    runner = TargetRunner(model, vocabulary_size=60, num_pages=24, page_size=4)
+    assert runner.kv_cache.keys[2] is runner.kv_cache.keys[0]
+    assert runner.kv_cache.values[3] is runner.kv_cache.values[1]
+    assert runner.kv_cache.num_bytes == 24 * 4 * kv_bytes_per_token(model)
 
 
 def test_padding_ids_have_no_probability():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dspark.engine.engine import Engine
-from dspark.serving.engine_loop import EngineLoop, EngineStopped
+from dspark.serving.engine_loop import EngineLoop, EngineStopped, _Abort, _Add, _Receiver
 from dspark.serving.metrics import ReplicaMetrics
 from tiny_engine import PROMPTS, greedy_continuations, ids_of, load, make_engine, request
 from tiny_serving import wait_until
@@ -180,3 +180,22 @@ def test_the_capacity_is_asked_for_before_each_step(engine: Engine) -> None:
     loop.stop()
     assert engine.draft_capacity == 5
     assert len(asked) == engine.stats.steps
+
+
+def test_requests_that_come_while_a_step_computes_are_begun_within_it_and_what_ends_one_waits(engine: Engine) -> None:
+    loop = EngineLoop(engine, ReplicaMetrics())  # its thread is this one
+    receiver = _Receiver(asyncio.new_event_loop())
+
+    def send(*commands: Any) -> None:
+        for command in commands:
+            loop._inbox.put(command if isinstance(command, _Abort) else _Add(request([5], command), receiver))
+
+    send("first")
+    assert loop._apply_inbox()
+    send("second", _Abort("first", receiver), "third")
+    assert {output.request_id for output in engine.step()} == {"first"}
+    assert set(engine._requests.running) == {"first", "second"}
+    assert loop._apply_inbox()
+    assert {output.request_id for output in engine.step()} == {"second", "third"}
+    assert not loop._held
+    receiver.loop.close()

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from openai.types import Completion
+from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_usage import PromptTokensDetails
 
 from dspark.serving.engine_client import Delta
 from dspark.serving.openai_schema import ChatRequest, CompletionRequest, Refusal
@@ -39,7 +40,8 @@ def test_a_whole_chat_answer() -> None:
     parsed = ChatCompletion.model_validate(answer)
     assert parsed.choices[0].message.content == "Hello ✓"
     assert parsed.choices[0].finish_reason == "stop"
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    counts = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert answer["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert "token_ids" not in answer["choices"][0]
 
 
@@ -91,6 +93,14 @@ def test_the_usage_chunk_has_no_choice() -> None:
     for writer in (chat_writer(), text_writer()):
         chunk = content(writer.usage(DELTAS[2:]))
         assert (chunk["choices"], chunk["usage"]["total_tokens"]) == ([], 9)
+
+
+def test_the_usage_tells_what_of_the_prompt_nobody_had_to_read() -> None:
+    lasts = [Delta("a", [5], "stop", 40, 1, index=0, num_cached_tokens=16)]
+    lasts.append(Delta("b", [6], "stop", 40, 1, index=1, num_cached_tokens=32))  # found what the first one read
+    for writer in (chat_writer(n=2), text_writer(n=2)):
+        for usage in (content(writer.usage(lasts))["usage"], writer.whole(lasts)["usage"]):
+            assert CompletionUsage.model_validate(usage).prompt_tokens_details == PromptTokensDetails(cached_tokens=16)
 
 
 def test_completion_chunks_are_completions() -> None:
@@ -168,7 +178,8 @@ def test_choices_that_come_mixed_are_told_in_order(writer_of: Any) -> None:
     assert [choice["token_ids"] for choice in answer["choices"]] == [[6], [5, 7, 8]]
     texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
     assert texts == ["b", "ac"]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    counts = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert answer["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_each_choice_of_a_stream_names_its_role_once_and_has_its_own_offsets() -> None:
