@@ -25,7 +25,8 @@ class EngineConfig(Config):
     max_running_requests: int = Field(32, ge=1)
     """Requests in one step; others wait."""
     max_batch_tokens: int = Field(512, ge=1)
-    """Tokens of one step, prompts being read included: lower it when long prompts make other streams stutter."""
+    """Tokens of one step, prompts being read included: lower it when long prompts make other streams stutter. Only a
+    token for each running request, fixed verify lengths and a page's worth of reading may go over it."""
     max_context_tokens: int | None = Field(None, ge=1)
     """Prompt and output of one request together; None takes what the target was made for."""
     verify_length: int | None = Field(None, ge=0)

@@ -173,12 +173,13 @@ class Engine:
         clock_s = [time.perf_counter()]
         self._requests.make_room()
         self._requests.admit()
-        reading, decoding = self._requests.split(self.config.max_batch_tokens, num_ahead=self.most_ahead)
+        reading, decoding = self._requests.split(self.config.max_batch_tokens, self.policy.reserved)
         if not reading and not decoding:
             return None
         if self._lookup is not None:
             self.policy.choose_copies(decoding, self._lookup)
         prefill_tokens = sum(len(work.piece.token_ids) for work in reading)
+        self.policy.room = self.config.max_batch_tokens - prefill_tokens - len(decoding)
         proposals = self._propose(decoding, self.policy.choose(decoding, prefill_tokens=prefill_tokens))
         lengths = self.policy.verify_lengths(decoding, proposals, prefill_tokens=prefill_tokens)
         works = reading + [

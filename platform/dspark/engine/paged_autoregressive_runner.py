@@ -24,7 +24,7 @@ from dspark.attention.page_pool import PageTable
 from dspark.attention.paged import attend, causal_mask
 from dspark.drafters.autoregressive import Attend, AutoregressiveDrafter
 from dspark.drafters.drafting import check_length
-from dspark.engine.draft_runner import DraftRequest
+from dspark.engine.draft_runner import DraftRequest, keep_pending
 from dspark.engine.draws import Draws
 from dspark.speculation.proposal import Proposal
 
@@ -118,7 +118,7 @@ class PagedAutoregressiveRunner:
         """Keep ids and features; rows are stored when the request is drafted for, all requests' in one pass."""
         memory.token_ids += committed_ids
         if hidden is not None and hidden.shape[0]:
-            memory.pending.append(hidden)
+            keep_pending(memory.pending, hidden)
         if memory.num_pending > MAX_PENDING_TOKENS:
             self.store(memory)
 

@@ -26,7 +26,7 @@ from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.drafting import check_length
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.layers import Attend
-from dspark.engine.draft_runner import DraftRequest
+from dspark.engine.draft_runner import DraftRequest, keep_pending
 from dspark.engine.draws import Draws
 from dspark.engine.fused_layers import BlockAttention, fuse_draft_layers
 from dspark.speculation.proposal import Proposal
@@ -119,7 +119,7 @@ class PagedDraftRunner:
         """Keep the features; they are stored when the request is drafted for, all requests' in one pass."""
         if hidden is None or not hidden.shape[0]:
             return
-        memory.pending.append(hidden)
+        keep_pending(memory.pending, hidden)
         if memory.num_pending > MAX_PENDING_TOKENS:
             self._store([memory])
 

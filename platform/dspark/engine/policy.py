@@ -16,10 +16,15 @@ from dspark.speculation.proposal import Proposal
 
 PROBE_LENGTH = 2  # a drafter without confidences learns about itself only from what is verified
 NUM_AHEAD = 3  # slots drafted beyond those that past rounds make worth verifying: confidences may show a better block
+MEAN_WEIGHT = 0.2  # of a step, in the mean of what is verified
+LIKELY = 0.5  # survival from which on a copy is verified where no curve says what that costs
 
 
 class SpeculationPolicy:
     """Fixed lengths where they are asked for, else what pays by the cost curve.
+
+    capacity, room: bounds on the draft tokens of a step whose lengths are not fixed, both known before it drafts: what
+    a fleet's lease allows, and what fits beside the step's other tokens. None = no bound.
 
     Losslessness: the first decision sees past rounds only, the second admits by rank and stops early, so that a
     token's own content never decides whether it is kept. Source: DSpark §3.2.2, Appendix A; ALGORITHMS §5.
@@ -52,6 +57,8 @@ class SpeculationPolicy:
         self.has_confidence = has_confidence
         self.min_gain = min_gain
         self.capacity: int | None = None
+        self.room: int | None = None
+        self._mean_length = 0.0
         self._lagged_prior = lagged_prior
         self._lagged = None
         if lagged_prior is not None and curve is not None:
@@ -64,6 +71,12 @@ class SpeculationPolicy:
         fixed = running.request.verify_length
         fixed = self.verify_length if fixed is None else fixed
         return None if fixed is None else self._fitting(running, fixed)
+
+    def reserved(self, decoding: Sequence[RunningRequest]) -> int:
+        """Tokens of a step to keep for these: fixed lengths, for the others what they had verified lately."""
+        fixed = [self.fixed_length(running) for running in decoding]
+        num_open = sum(length is None for length in fixed)
+        return len(decoding) + sum(length or 0 for length in fixed) + round(self._mean_length * num_open)
 
     def choose_copies(self, decoding: Sequence[RunningRequest], lookup: Lookup) -> None:
         """Look every request's text up, and settle whose copy is verified: where more of it is expected to stand.
@@ -82,6 +95,8 @@ class SpeculationPolicy:
 
     def choose(self, decoding: Sequence[RunningRequest], *, prefill_tokens: int) -> list[int]:
         """Draft tokens to ask the drafter for, per request; 0 = verify its copy if it has one, else nothing."""
+        for running in decoding:
+            running.is_probed = False
         fixed = [self.fixed_length(running) for running in decoding]
         is_free = [running.is_copied for running in decoding]
         if self.curve is None or all(is_free) or all(length is not None for length in fixed):
@@ -117,6 +132,7 @@ class SpeculationPolicy:
             if proposal.confidence_logits is not None:
                 running.estimate.observe(row)
         lengths = self.allocate(decoding, survival, prefill_tokens=prefill_tokens)
+        self._observe(decoding, lengths)
         if self._lagged is not None and self._lagged_prior is not None:
             rows = {running.request.request_id: row for running, row in zip(decoding, survival, strict=True)}
             self._lagged.note(Picture(rows, self._lagged_prior.survival(self.block_size)))
@@ -168,7 +184,8 @@ class SpeculationPolicy:
         fixed = [self._bound_length(running) for running in decoding]
         bound = [None if f is None else min(f, len(row)) for f, row in zip(fixed, survival, strict=True)]
         if self.curve is None:
-            return [length or 0 for length in bound]
+            pairs = zip(bound, survival, strict=True)
+            return [_likely(row) if length is None else length for length, row in pairs]
         drafted = sum(1 for running, row in zip(decoding, survival, strict=True) if row and not running.is_copied)
         total = self._lagged_total(decoding, survival, bound, prefill_tokens)
         return self._lengths(survival, bound, prefill_tokens, num_drafted=drafted, total=total)
@@ -201,7 +218,7 @@ class SpeculationPolicy:
     ) -> list[int]:
         """total: draft tokens to verify, whatever the curve says of the present survival; None asks the curve."""
         assert self.curve is not None
-        capacity = self.capacity
+        capacity = min((bound for bound in (self.capacity, self.room) if bound is not None), default=None)
         if total is not None:
             total = capacity = total if capacity is None else min(total, capacity)
         return self._scheduler.allocate(
@@ -213,6 +230,13 @@ class SpeculationPolicy:
             floor=total or 0,
             fixed=fixed,
         )
+
+    def _observe(self, decoding: Sequence[RunningRequest], lengths: Sequence[int]) -> None:
+        """How much is verified for a request whose length is open."""
+        pairs = zip(decoding, lengths, strict=True)
+        seen = [length for running, length in pairs if self.fixed_length(running) is None]
+        if seen:
+            self._mean_length += MEAN_WEIGHT * (sum(seen) / len(seen) - self._mean_length)
 
     def _drafted(self, length: int) -> int:
         """Slots to draft where past rounds make so many worth verifying; 0 for a probe."""
@@ -253,3 +277,8 @@ class SpeculationPolicy:
             row[: confidence.numel()] = confidence
         survival = calibrated_survival(logits, scales).tolist()
         return [values[: proposals[i].num_tokens] for values, i in zip(survival, group, strict=True)]
+
+
+def _likely(survival: Sequence[float]) -> int:
+    """Copied tokens that rather stand than fall. survival: from past rounds, non-increasing."""
+    return sum(chance >= LIKELY for chance in survival)

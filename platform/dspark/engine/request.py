@@ -20,7 +20,8 @@ class GenerationRequest:
     text. stop_strings: the text ends before the first one. seed: of sampled output; None draws differently each time.
     choice: tells requests apart that ask for several answers with one seed. verify_length: draft tokens verified per
     step, 0..block_size; None lets the scheduler decide. priority: of smaller ones is served earlier and preempted
-    later; among equal ones, first come, first served.
+    later; among equal ones, first come, first served. continues_prompt: the prompt is raw text that the output's text
+    goes on from, so a first word keeps the space before it.
     Raises: ValueError for an empty stop string, a seed that no int64 holds.
     """
 
@@ -34,6 +35,7 @@ class GenerationRequest:
     choice: int = 0
     verify_length: int | None = None
     priority: int = 0
+    continues_prompt: bool = False
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:

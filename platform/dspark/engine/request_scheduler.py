@@ -1,6 +1,7 @@
 """Admission and preemption: which requests run, by priority and in the order in which they came."""
 
 from bisect import insort
+from collections.abc import Callable, Sequence
 
 from dspark.engine.request import GenerationRequest
 from dspark.engine.request_memory import RequestMemory
@@ -75,14 +76,17 @@ class RequestScheduler:
         if self.waiting:
             self.memory.find(self.waiting[0])  # which makes its pages' digests, before there is a place for it
 
-    def split(self, num_tokens: int, *, num_ahead: int) -> tuple[list[Work], list[RunningRequest]]:
+    def split(
+        self, num_tokens: int, reserved: Callable[[Sequence[RunningRequest]], int]
+    ) -> tuple[list[Work], list[RunningRequest]]:
         """Chunks to read beside the decodes, the most urgent first, and the requests that decode.
 
-        num_tokens: of the whole step. Each decode may take 1 + num_ahead of them; a page's worth is read in any case.
+        num_tokens: of the whole step. reserved: how many of them to keep for those that decode; a page's worth is read
+        in any case.
         """
         order = self.by_urgency
         decoding = [running for running in order if running.is_prefilled]
-        room = max(self.memory.page_size, num_tokens - len(decoding) * (1 + num_ahead))
+        room = max(self.memory.page_size, num_tokens - reserved(decoding))
         reading: list[Work] = []
         for running in order:
             if running.is_prefilled or room <= 0:

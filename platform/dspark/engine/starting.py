@@ -42,5 +42,6 @@ class RequestStarter:
     def _new_text(self, request: GenerationRequest) -> OutputText | None:
         if self._tokenizer is None:
             return None
-        detokenizer = Detokenizer(self._tokenizer, kinds=self._token_kinds)
+        before = request.prompt_ids if request.continues_prompt else ()
+        detokenizer = Detokenizer(self._tokenizer, before, kinds=self._token_kinds)
         return OutputText(detokenizer, request.stop_strings, num_unsearched=request.sampling.min_tokens)

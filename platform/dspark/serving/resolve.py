@@ -55,6 +55,7 @@ class RequestResolver:
             seed=request.seed,
             verify_length=request.verify_length,
             priority=request.priority,
+            continues_prompt=isinstance(request, CompletionRequest),
         )
 
     def _prompt_ids(self, request: GenerateRequest) -> list[int]:

@@ -13,6 +13,7 @@ from dspark.engine.step import TokenLogprobs
 from dspark.serving.sampling_fields import Wire
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's and vLLM's number
+WORD_START = "▁"  # sentencepiece's space
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -54,9 +55,11 @@ class TokenTexts:
 
     def _look_up(self, token_id: int) -> tuple[str, bytes]:
         text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if piece.startswith(WORD_START) and not text.startswith(" "):  # dropped as if it began a text
+            text = f" {text}"
         if REPLACEMENT not in text:
             return text, text.encode()
-        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
         if (named := BYTE_PIECE.fullmatch(piece)) is not None:
             return text, bytes([int(named[1], 16)])
         if all(character in byte_of() for character in piece):

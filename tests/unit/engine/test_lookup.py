@@ -119,8 +119,10 @@ def test_a_loop_is_copied_far_beyond_the_drafters_block_and_costs_no_drafting() 
     assert engine.stats.copies.committed_tokens > 150
 
 
-def test_without_a_drafter_the_text_is_still_copied(model: Any, continuations: list[list[int]]) -> None:
-    engine = make_engine(model, None, curve=FLAT, lookup=EAGER)
+@pytest.mark.parametrize("curve", [None, FLAT])
+def test_without_a_drafter_the_text_is_still_copied(model: Any, continuations: list[list[int]], curve: Any) -> None:
+    """Without a curve too, as it is where nothing was trained."""
+    engine = make_engine(model, None, curve=curve, lookup=EAGER)
     found = run(engine, [request(prompt, str(i), max_tokens=48) for i, prompt in enumerate(PROMPTS)])
     assert [ids_of(found[str(i)]) for i in range(len(PROMPTS))] == continuations
     assert engine.stats.copies.rounds == engine.stats.rounds.rounds > 0

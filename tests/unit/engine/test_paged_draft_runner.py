@@ -7,7 +7,7 @@ import torch
 
 from dspark.attention.page_pool import PageTable
 from dspark.drafters.dspark import DSparkDrafter
-from dspark.engine.draft_runner import DraftRequest, SequentialDraftRunner
+from dspark.engine.draft_runner import DraftRequest, SequentialDraftRunner, keep_pending
 from dspark.engine.paged_draft_runner import MAX_PENDING_TOKENS, DraftMemory, PagedDraftRunner
 from random_drafter import VARIANTS, random_drafter
 
@@ -169,3 +169,13 @@ def test_a_context_on_pages_that_another_request_stored_is_its_own(shape):
     (found,) = pair.paged.propose(pair.requests([memory]))
     (expected,) = pair.twin.propose(pair.requests(pair.states[:1]))
     assert torch.equal(found.token_ids, expected.token_ids)
+
+
+def test_features_that_wait_hold_no_other_requests_memory() -> None:
+    """Each step's features come as a view of the whole step's."""
+    pending: list[torch.Tensor] = []
+    steps = [torch.randn(50, 4) for _ in range(5)]
+    for number, step in enumerate(steps):
+        keep_pending(pending, step[number : number + 2])
+    assert torch.equal(torch.cat(pending), torch.cat([step[k : k + 2] for k, step in enumerate(steps)]))
+    assert sum(part.untyped_storage().nbytes() for part in pending) == 5 * 2 * 4 * 4

@@ -71,6 +71,26 @@ def test_no_more_is_drafted_than_may_be_worth_verifying(has_confidence, num_ahea
     assert chooser.verify_lengths([asked], [drafted], prefill_tokens=0) == [1]
 
 
+def test_a_step_keeps_room_for_what_was_verified_lately_and_not_for_whole_blocks() -> None:
+    chooser, open_ones = policy(), [running(), running()]
+    assert chooser.reserved(open_ones) == 2
+    for _ in range(30):
+        chooser.verify_lengths(open_ones, [proposal(0.9, 0.9), proposal()], prefill_tokens=0)
+    assert chooser.reserved(open_ones) == 2 + 2
+    assert chooser.reserved([*open_ones, running(verify_length=5)]) == 2 + 2 + 6
+    assert policy(verify_length=3).reserved(open_ones) == 8
+
+
+def test_no_more_is_verified_than_fits_beside_the_steps_other_tokens() -> None:
+    chooser, everyone = policy(), [running(), running(verify_length=2)]
+    proposals = [proposal(*[0.9] * 5), proposal(*[0.9] * 2)]
+    chooser.room = 5
+    assert chooser.verify_lengths(everyone, proposals, prefill_tokens=0) == [3, 2]
+    chooser.room = -4
+    assert chooser.verify_lengths(everyone, proposals, prefill_tokens=0) == [0, 2]
+    assert chooser.choose([everyone[0]], prefill_tokens=0)[0] <= NUM_AHEAD
+
+
 def test_where_verifying_is_dear_everyone_decodes_plainly_and_is_probed_together() -> None:
     chooser, everyone = policy(curve=DEAR), [running(), running()]
     assert chooser.choose(everyone, prefill_tokens=0) == [0, 0]

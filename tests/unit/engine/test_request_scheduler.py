@@ -15,6 +15,10 @@ from tiny_engine import request
 PAGE_SIZE, NUM_AHEAD = 4, 3
 
 
+def reserved(decoding: Any) -> int:
+    return len(decoding) * (1 + NUM_AHEAD)
+
+
 class Toy:
     """A scheduler without a model: `step` reads what there is to read and has every other request decode a token."""
 
@@ -50,7 +54,7 @@ class Toy:
         """Who was read or decoded, in order."""
         self.scheduler.make_room()
         self.scheduler.admit()
-        reading, decoding = self.scheduler.split(num_tokens, num_ahead=NUM_AHEAD)
+        reading, decoding = self.scheduler.split(num_tokens, reserved)
         for work in reading:
             running = work.running
             running.table.num_tokens = work.piece.stop
@@ -177,7 +181,7 @@ def test_chunks_and_decodes_stay_within_the_budget_and_the_oldest_is_read_first(
     sizes = []
     while any(not one.is_prefilled for one in toy.scheduler.running.values()) or toy.scheduler.waiting:
         toy.scheduler.admit()
-        reading, _ = toy.scheduler.split(16, num_ahead=NUM_AHEAD)
+        reading, _ = toy.scheduler.split(16, reserved)
         sizes.append([(work.running.request.request_id, len(work.piece.token_ids)) for work in reading])
         toy.step(16)
     assert sizes == [

@@ -31,6 +31,12 @@ def test_pieces_that_are_bytes_are_those_bytes():
     assert b"".join(raw for _, raw in found)[-2:] == "é".encode()
 
 
+def test_a_word_keeps_the_space_before_it():
+    found = texts_of(byte_fallback_tokenizer(), "hello the end")
+    assert "".join(shown for shown, _ in found) == " hello the end"
+    assert b"".join(raw for _, raw in found) == b" hello the end"
+
+
 def test_a_token_without_probability_has_a_number_that_json_can_hold():
     shown = TokenTexts(tiny_tokenizer()).show(TokenLogprobs(5, -0.5, ((5, -0.5), (6, -math.inf))))
     assert [token.logprob for token in (shown.own, *shown.top)] == [-0.5, -0.5, LOWEST]
