@@ -31,6 +31,7 @@ from dspark.evaluation.load import chat_of, closed_loop
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
 from dspark.targets import TargetConfig, load_target
+from served import first_difference
 
 PAGE_SIZE = 16
 
@@ -106,10 +107,9 @@ def compared(answers: list[list[int]], reference: Reference) -> dict[str, Any]:
     for i, (own, expected) in enumerate(zip(answers, reference.answers * num_rounds, strict=True)):
         if own == expected:
             continue
-        pairs = list(zip(own, expected, strict=False))
-        first = next((k for k, (a, b) in enumerate(pairs) if a != b), None)
-        place = i % len(reference.answers)
-        gap = None if first is None else reference.gap(place, expected[:first], own[first])
+        first, place = first_difference(own, expected), i % len(reference.answers)
+        assert first is not None
+        gap = reference.gap(place, expected[:first], own[first]) if first < min(len(own), len(expected)) else None
         parted.append({"prompt": place, "token": first, "gap": gap})
     return {"identical": len(answers) - len(parted), "of": len(answers), "parted": parted}
 
