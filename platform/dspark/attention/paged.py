@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from dspark.attention.cpu import AttentionPlan
+from dspark.attention.entry import StepPlan
 from dspark.attention.flat_batch import FlatBatch
 from dspark.attention.kv_cache import PagedKVCache
 
@@ -23,12 +24,12 @@ UNSUPPORTED = ("s_aux",)  # attention sinks; what else differs, the runner's pro
 class PagedStep:
     """What the attention of one forward pass works on; travels through the model as the keyword `paged_step`.
 
-    plan: for the CPU kernel; None lets PyTorch compute, piece by piece.
+    plan: of the entry that computes; None lets PyTorch compute, piece by piece, for which it needs the batch.
     """
 
-    batch: FlatBatch
+    batch: FlatBatch | None
     kv_cache: PagedKVCache
-    plan: AttentionPlan | None = None
+    plan: StepPlan | None = None
 
 
 def plan_of(batch: FlatBatch) -> AttentionPlan:
@@ -95,6 +96,7 @@ def attend_pieces(
 ) -> Tensor:
     """[B, H, D], one piece after the other. query: [H, B, D]; key, value: [K, B, D], which are stored first."""
     batch, kv_cache = paged_step.batch, paged_step.kv_cache
+    assert batch is not None, "without a plan attention needs the batch"
     kv_cache.write(layer, batch.slot_mapping, key, value)
     outputs = []
     for i, piece in enumerate(batch.pieces):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dspark import native
 from dspark.attention.cpu import AttentionPlan
+from dspark.attention.entry import StepPlan
 from dspark.attention.paged import PagedStep
 from dspark.drafters.layers import DraftLayer, SwiGLU
 from dspark.numerics import PackedLinear
@@ -35,7 +36,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class BlockAttention:
     """What a drafter's layer attends to: the context and the block in a layer's paged memory, [K, S, D] each."""
 
-    plan: AttentionPlan
+    plan: StepPlan
     keys: Tensor
     values: Tensor
     scaling: float
@@ -86,7 +87,7 @@ class TargetLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         step: PagedStep | None = options.get("paged_step")
-        if step is None or step.plan is None or hidden_states.dtype != torch.bfloat16:
+        if step is None or not isinstance(step.plan, AttentionPlan) or hidden_states.dtype != torch.bfloat16:
             return type(self._module).forward(self._module, hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
         kv_cache = step.kv_cache
@@ -102,7 +103,8 @@ class FusedDraftLayer:
         self._module, self._fused = module, fused
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
-        if not isinstance(attend, BlockAttention) or h.dtype != torch.bfloat16:
+        is_ours = isinstance(attend, BlockAttention) and isinstance(attend.plan, AttentionPlan)
+        if not is_ours or h.dtype != torch.bfloat16:
             return DraftLayer.forward_flat(self._module, h, cos, sin, attend)
         return self._fused(h, cos, sin, attend.plan, attend.keys, attend.values)
 
