@@ -37,6 +37,10 @@ class EngineConfig(Config):
     """Copy what the text repeats before the drafter is asked; None asks the drafter alone."""
     probe_every: int = Field(64, ge=1)
     """Steps after which a request that is not worth drafting for is tried again."""
+    cuda_graphs: bool | None = None
+    """Replay decode and verify steps as CUDA graphs, padded to one of a few sizes. None does so where it can be done,
+    on a CUDA device with attention that can be captured, and says in the log where it cannot; true refuses to start
+    there; false saves the seconds and the memory that capturing takes."""
 
     @pydantic.model_validator(mode="after")
     def _check_memory(self) -> "EngineConfig":

@@ -18,6 +18,7 @@ from dspark.engine.capacity import with_capacity
 from dspark.engine.config import EngineConfig
 from dspark.engine.draft_runner import DraftRunner, NGramDraftRunner
 from dspark.engine.engine import Engine
+from dspark.engine.graphs import use_graphs, wants_graphs
 from dspark.engine.hidden_states import check_layer_ids
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
@@ -107,16 +108,15 @@ def load_engine(
         length = min(length_without_curve, drafts.block_size)
         notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
         config = config.with_changes(verify_length=length)
-    runner = TargetRunner(
-        model,
-        vocabulary_size=vocabulary_size(tokenizer),
-        layer_ids=() if drafts is None else drafts.target_layer_ids,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-    )
+    layer_ids = () if drafts is None else drafts.target_layer_ids
+    runner = _target_runner(model, config, vocabulary_size=vocabulary_size(tokenizer), layer_ids=layer_ids)
+    if isinstance(drafts, PagedDraftRunner | PagedAutoregressiveRunner):
+        drafts.use_attention(runner.attention.name)
     for note in notes:
         log.warning(note)
     engine = Engine(runner, drafts, tokenizer, config=config, curve=curve, calibration=calibration)
+    if runner.scratch_slot is not None:
+        use_graphs(runner, config, num_ahead=engine.most_ahead)
     return LoadedEngine(engine, runner, tokenizer, stop_ids, provenance, notes)
 
 
@@ -137,10 +137,24 @@ def plain_twin(loaded: LoadedEngine) -> Engine:
     The two must not step at the same time.
     """
     target, config = loaded.target, loaded.engine.config
-    runner = TargetRunner(
-        target.model, vocabulary_size=target.vocabulary_size, num_pages=config.num_pages, page_size=config.page_size
-    )
+    runner = _target_runner(target.model, config, vocabulary_size=target.vocabulary_size)
+    if runner.scratch_slot is not None:
+        use_graphs(runner, config, num_ahead=0)
     return Engine(runner, None, loaded.tokenizer, config=config.with_changes(verify_length=None, lookup=None))
+
+
+def _target_runner(
+    model: Any, config: EngineConfig, *, vocabulary_size: int, layer_ids: tuple[int, ...] = ()
+) -> TargetRunner:
+    """With a scratch page where decode steps are to be replayed."""
+    return TargetRunner(
+        model,
+        vocabulary_size=vocabulary_size,
+        layer_ids=layer_ids,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        has_scratch_page=wants_graphs(config, model.device.type),
+    )
 
 
 def is_drafter_folder(folder: str | Path) -> bool:

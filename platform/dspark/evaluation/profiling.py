@@ -21,6 +21,8 @@ from pydantic import Field
 from dspark.config import Config
 from dspark.drafters.base import Drafter
 from dspark.drafters.checkpoint import load_drafter
+from dspark.engine.config import EngineConfig
+from dspark.engine.graphs import use_graphs, wants_graphs
 from dspark.engine.loading import WITHOUT_FOLDER, check_drafter, drafter_sha256, drafter_target, paged_runner
 from dspark.engine.target_runner import TargetRunner
 from dspark.evaluation.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
@@ -165,13 +167,19 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
         drafter = load_drafter(str(config.drafter), dtype=model.dtype, device=str(model.device))
     tables = page_tables(request_tokens(config, drafter), config.page_size)
     memory: dict[str, Any] = {"num_pages": sum(len(table.pages) for table in tables), "page_size": config.page_size}
+    engine = EngineConfig(max_running_requests=len(tables), max_batch_tokens=longest, max_context_tokens=longest)
     target = TargetRunner(
         model,
         vocabulary_size=vocabulary_size(load_tokenizer(target_config)),
         layer_ids=() if drafter is None else drafter.target_layer_ids,
+        has_scratch_page=wants_graphs(engine, model.device.type),
         **memory,
     )
+    if target.scratch_slot is not None:  # timed as they will run
+        use_graphs(target, engine, num_ahead=0 if drafter is None else drafter.block_size)
     drafts = None if drafter is None else paged_runner(drafter, **memory)
+    if drafts is not None:
+        drafts.use_attention(target.attention.name)
     return StepTimer(target, drafts, tables, context_tokens=config.context_tokens, seed=config.seed)
 
 
