@@ -3,7 +3,7 @@ PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu-check clean
 
 demo: .venv/.installed-base
 	.venv/bin/python jobs/pipeline.py $(ARGS)
@@ -15,6 +15,10 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# On a machine with a CUDA device: what only that can show, in at most eight minutes.
+gpu-check: .venv/.installed-base
+	.venv/bin/python benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf .venv runs mlflow.db mlruns build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

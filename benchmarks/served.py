@@ -23,7 +23,8 @@ from dspark.engine.logit_rules import LogitRules, penalise
 from dspark.engine.noise import gumbel, position_keys, stream_key
 from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import filtered_probs
-from dspark.evaluation.load import LoadRun, chat_of, closed_loop
+from dspark.evaluation.load import chat_of, closed_loop
+from dspark.evaluation.load_run import LoadRun
 from dspark.targets import TargetConfig
 
 NEAR_TIE = 1e-4

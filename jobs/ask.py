@@ -18,6 +18,7 @@ import runner
 from dspark.config import load_config
 from dspark.errors import DsparkError
 from dspark.evaluation.questions import Answer, AskConfig, ask
+from dspark.evaluation.server_metrics import sum_samples
 from dspark.provenance import file_sha256, fingerprint, read_json, write_json
 from dspark.serving.deployment_file import DeploymentFile
 
@@ -146,13 +147,7 @@ def _answers(config: AskConfig, base_url: str) -> Iterator[Answer]:
 def _metrics(base_url: str) -> dict[str, float]:
     """The server's counters, summed over replicas, by name."""
     with urllib.request.urlopen(f"{base_url}/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    sums: dict[str, float] = {}
-    for line in lines:
-        if line and not line.startswith("#"):
-            name, value = line.rsplit(" ", 1)
-            sums[name.split("{")[0]] = sums.get(name.split("{")[0], 0.0) + float(value)
-    return sums
+        return sum_samples(reply.read().decode())
 
 
 def _result(config: AskConfig, answers: list[Answer], metrics: dict[str, float], seconds: float) -> dict[str, Any]:

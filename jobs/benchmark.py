@@ -1,25 +1,16 @@
-"""Measure tokens per second with and without speculation, on an engine in this process or on a running server."""
+"""Measure tokens per second by the load: an engine in this process with and without speculation, or running servers."""
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import runner
 from dspark.data.prompts import Prompt, read_prompts
 from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, WITHOUT_FOLDER, check_drafter, drafter_target
-from dspark.evaluation.benchmarking import (
-    SIDES,
-    choose_prompts,
-    format_pairs,
-    key_of,
-    measure_pairs,
-    pair_keys,
-    summarize_pairs,
-)
-from dspark.evaluation.http_load import HttpLoad
-from dspark.evaluation.load import EngineLoad, Load
+from dspark.evaluation.benchmarking import PairBenchmark, choose_prompts
+from dspark.evaluation.endpoint_contest import EndpointBenchmark
 from dspark.evaluation.load_config import BenchmarkConfig
 from dspark.evaluation.profiling import fingerprint_of
 from dspark.provenance import file_sha256, fingerprint, git_revision, read_json, write_json
@@ -28,36 +19,65 @@ from dspark.targets import TargetConfig, target_identity
 
 BENCHMARK = "benchmark.json"
 
+Key = tuple[str, Any, int]
+Row = Mapping[str, Any]
+
 log = logging.getLogger("dspark.benchmark")
 
 
+class Benchmark(Protocol):
+    """What is measured in rows, each under a key of its own: pairs of an engine's runs, or a run of each server."""
+
+    notes: list[str]
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def plan(self) -> str: ...
+    @property
+    def most_tokens(self) -> int: ...
+    def keys(self) -> Sequence[Key]: ...
+    def key_of(self, row: Row) -> Key: ...
+    def measure(self, prompts: Sequence[Prompt], keys: Sequence[Any]) -> Iterator[dict[str, Any]]: ...
+    def runs(self, row: Row) -> list[Row]: ...
+    def said(self, row: Row) -> str: ...
+    def summarize(self, rows: Sequence[Row]) -> dict[str, Any]: ...
+    def headline(self, summary: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]: ...
+    def table(self, summary: Mapping[str, Any]) -> str: ...
+
+
 def run(config: BenchmarkConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
-    """Measure the pairs that are not measured yet; returns throughputs and their ratios."""
+    """Measure the rows that are not measured yet; returns throughputs and their ratios."""
     prompt_set = read_prompts(config.prompts, seed=config.seed, heldout_fraction=config.heldout_fraction)
     prompts = choose_prompts(prompt_set, config)
     request = _request(config, prompts)
+    benchmark: Benchmark = EndpointBenchmark(config) if config.endpoints else PairBenchmark(config)
     path = Path(config.output).resolve() / BENCHMARK
     rows = [] if fresh else _earlier_rows(path, request)
-    keys = pair_keys(config)
-    rows = [row for row in rows if key_of(row) in keys]
-    to_do = [key for key in keys if key not in {key_of(row) for row in rows}]
-    _print_plan(config, len(prompts), done=len(rows), to_do=len(to_do))
+    keys = benchmark.keys()
+    rows = [row for row in rows if benchmark.key_of(row) in keys]
+    to_do = [key for key in keys if key not in {benchmark.key_of(row) for row in rows}]
+    print(
+        f"benchmark of {benchmark.subject}: {len(prompts):,} held-out prompts, {benchmark.plan}; {len(rows)} pairs are "
+        f"there, {len(to_do)} to measure, at most {benchmark.most_tokens:,} tokens",
+        flush=True,
+    )
     if dry_run:
         return {"stage": "benchmark", "output": config.output, "dry_run": True, "to_do": len(to_do)}
     if not to_do:
         log.info("every pair is measured in %s", path)
-        return _finish(config, request, rows, path, notes=read_json(path).get("notes", [])) | {"skipped": True}
+        benchmark.notes += read_json(path).get("notes", [])
+        return _finish(config, benchmark, request, rows, path) | {"skipped": True}
     with runner.track(config, "benchmark") as tracked:
-        load: Load = EngineLoad(config, prompts) if config.base_url is None else HttpLoad(config, prompts)
-        for row in measure_pairs(load, config, to_do):
+        for row in benchmark.measure(prompts, to_do):
             rows.append(row)
             write_json(path, {"request": request, "pairs": rows})
-            log.info("%s, %d at once, pair %d: %.2f", row["mode"], row["concurrency"], row["pair"] + 1, row["ratio"])
-        result = _finish(config, request, rows, path, notes=load.notes)
-        for mode, by_concurrency in result["load"].items():
-            for concurrency, figures in by_concurrency.items():
+            log.info(benchmark.said(row))
+        result = _finish(config, benchmark, request, rows, path)
+        for mode, by_load in result["load"].items():
+            for place, (load, figures) in enumerate(by_load.items()):
                 named = {f"{mode}/{name}": value for name, value in runner.figures(figures).items()}
-                tracked.log_metrics(named, step=int(concurrency))
+                tracked.log_metrics(named, step=int(load) if load.isdecimal() else place)
         tracked.log_artifact(path)
     return result
 
@@ -103,38 +123,22 @@ def _earlier_rows(path: Path, request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finish(
-    config: BenchmarkConfig,
-    request: dict[str, Any],
-    rows: list[dict[str, Any]],
-    path: Path,
-    *,
-    notes: Sequence[str],
+    config: BenchmarkConfig, benchmark: Benchmark, request: dict[str, Any], rows: list[dict[str, Any]], path: Path
 ) -> dict[str, Any]:
     """Write the figures and print the table."""
-    summary = summarize_pairs(rows)
-    runs = [row[side] for row in rows for side in SIDES]
+    summary = benchmark.summarize(rows)
+    runs = [run for row in rows for run in benchmark.runs(row)]
     tokens, seconds = (sum(measured[name] for measured in runs) for name in ("output_tokens", "seconds"))
     result = {
         "stage": "benchmark",
         "output": config.output,
-        "load": {
-            mode: {
-                concurrency: {
-                    "plain": figures["plain"]["tokens_per_s"],
-                    "speculative": figures["speculative"]["tokens_per_s"],
-                    "ratio": figures["ratio"]["median"],
-                    "verify_length": figures["speculative"]["verify_length"],
-                    "accepted_length": figures["speculative"]["accepted_length"],
-                }
-                for concurrency, figures in by_concurrency.items()
-            }
-            for mode, by_concurrency in summary.items()
-        },
+        "load": benchmark.headline(summary),
         "pairs": len(rows),
         "tokens": tokens,
         "seconds": round(seconds, 1),
         "tokens_per_s": round(tokens / seconds, 1),
     }
+    notes = list(benchmark.notes)
     write_json(
         path,
         {
@@ -142,23 +146,12 @@ def _finish(
             "config": config.model_dump(mode="json"),
             "pairs": rows,
             "summary": summary,
-            "notes": list(notes),
+            "notes": notes,
             "result": result,
         },
     )
-    print("\n".join([format_pairs(summary), *(f"note: {note}" for note in notes)]), flush=True)
+    print("\n".join([benchmark.table(summary), *(f"note: {note}" for note in notes)]), flush=True)
     return result
-
-
-def _print_plan(config: BenchmarkConfig, num_prompts: int, *, done: int, to_do: int) -> None:
-    per_pair = [config.num_requests(concurrency) for concurrency in config.concurrency]
-    print(
-        f"benchmark of {config.base_url or config.drafter}: {num_prompts:,} held-out prompts, "
-        f"{', '.join(f'{r} requests {c} at a time' for r, c in zip(per_pair, config.concurrency, strict=True))}; "
-        f"{done} pairs are there, {to_do} to measure, "
-        f"at most {2 * sum(per_pair) * len(config.modes) * config.pairs * config.max_tokens:,} tokens",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

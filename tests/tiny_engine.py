@@ -60,13 +60,7 @@ def make_engine(
     if curve is None and drafts is not None:
         settings.setdefault("verify_length", drafts.block_size)
     config = EngineConfig(**{"page_size": 4, "kv_tokens": 2048} | settings)
-    target = target_runner(
-        model,
-        vocabulary_size=VOCABULARY,
-        layer_ids=() if drafts is None else drafts.target_layer_ids,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-    )
+    target = target_runner(model, drafts, config=config, vocabulary_size=VOCABULARY)
     return Engine(target, drafts, tokenizer, config=config, curve=curve, calibration=calibration)
 
 

@@ -16,7 +16,8 @@ from dspark.attention.page_pool import PageTable
 class LayerShape:
     """What one layer stores per token, and where: of a model spread over devices, layers differ in that.
 
-    shared_with: an earlier layer whose keys and values are this one's too.
+    shared_with: an earlier layer whose keys and values are this one's too. has_sinks: its attention counts one more key
+    per head, which is not stored.
     """
 
     num_kv_heads: int
@@ -24,6 +25,7 @@ class LayerShape:
     value_dim: int
     device: torch.device | None = None
     shared_with: int | None = None
+    has_sinks: bool = False
 
 
 class PagedKVCache:
@@ -34,6 +36,7 @@ class PagedKVCache:
     ) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.has_sinks = any(shape.has_sinks for shape in shapes)
         for shape in shapes:
             if shape.shared_with is not None:
                 self.keys.append(self.keys[shape.shared_with])
@@ -41,6 +44,11 @@ class PagedKVCache:
                 continue
             self.keys.append(_zeros(shape, num_slots, shape.key_dim, dtype, device))
             self.values.append(_zeros(shape, num_slots, shape.value_dim, dtype, device))
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Keys and values of all layers that store any."""
+        return [memory for memory in [*self.keys, *self.values] if memory.shape[0]]
 
     @property
     def num_bytes(self) -> int:

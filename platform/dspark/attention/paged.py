@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from dspark.attention.cpu import AttentionPlan
+from dspark.attention.entry import StepPlan
 from dspark.attention.flat_batch import FlatBatch
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 
@@ -22,22 +23,23 @@ NAME = "dspark_paged"
 class PagedStep:
     """What the attention of one forward pass works on; travels through the model as the keyword `paged_step`.
 
-    plan: for the CPU kernel; None lets PyTorch compute, piece by piece.
+    plan: of the entry that computes; None lets PyTorch compute, piece by piece, for which it needs the batch.
     """
 
-    batch: FlatBatch
+    batch: FlatBatch | None
     kv_cache: PagedKVCache
-    plan: AttentionPlan | None = None
+    plan: StepPlan | None = None
 
 
 @dataclass
 class AttentionCalls:
     """Takes a PagedStep's place to note what each layer's attention is called with, which it does not compute.
 
-    windows: by layer, None where all is seen.
+    windows: by layer, None where all is seen; with_sinks: the layers that have attention sinks.
     """
 
     windows: dict[int, int | None] = field(default_factory=dict)
+    with_sinks: set[int] = field(default_factory=set)
     _keys: dict[int, Tensor] = field(default_factory=dict)
     _values: dict[int, Tensor] = field(default_factory=dict)
 
@@ -58,7 +60,8 @@ class AttentionCalls:
             key, value = self._keys[layer], self._values[layer]
             source = first.setdefault(key.data_ptr(), layer)  # all keys are held, so no address is used twice
             shared_with = None if source == layer else source
-            shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, shared_with))
+            widths = key.shape[3], value.shape[3]
+            shapes.append(LayerShape(key.shape[1], *widths, key.device, shared_with, layer in self.with_sinks))
         return shapes
 
 
@@ -98,6 +101,8 @@ def paged_attention(
         raise ValueError(f"{type(module).__name__} is not handed the keyword arguments of the model's call")
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(paged_step, AttentionCalls):
+        if s_aux is not None:
+            paged_step.with_sinks.add(layer)
         return paged_step.add(layer, query, key, value, sliding_window), None
     if paged_step.plan is None:
         mixed = attend_pieces(
@@ -137,6 +142,7 @@ def attend_pieces(
 ) -> Tensor:
     """[B, H, D], one piece after the other. query: [H, B, D]; key, value: [K, B, D], which are stored first."""
     batch, kv_cache = paged_step.batch, paged_step.kv_cache
+    assert batch is not None, "without a plan attention needs the batch"
     kv_cache.write(layer, batch.slot_mapping, key, value)
     outputs = []
     for i, piece in enumerate(batch.pieces):

@@ -37,7 +37,8 @@ class EngineConfig(Config):
     deterministic: bool = False
     """Give a token the same logits, to the last bit, whatever is computed beside it: greedy and seeded output is then
     the same with and without speculation, alone and in company, in bfloat16 too. Where whole layers run on our CPU
-    kernels the work stays the same; elsewhere steps run in slices of 8 tokens, mixtures of experts token by token."""
+    kernels the work stays the same; elsewhere steps run in slices of 8 tokens, mixtures of experts token by token, on
+    PyTorch's attention of one row at a time and without CUDA graphs."""
     lagged_capacity: bool = False
     """Settle how many draft tokens a step verifies while the step before it computes, from what was known of the one
     before that; which ones they are is still decided by the newest confidences. For devices that compute while the host
@@ -46,6 +47,10 @@ class EngineConfig(Config):
     """Copy what the text repeats before the drafter is asked; None asks the drafter alone."""
     probe_every: int = Field(64, ge=1)
     """Steps after which a request that is not worth drafting for is tried again."""
+    cuda_graphs: bool | None = None
+    """Replay decode and verify steps as CUDA graphs, padded to one of a few sizes. None does so where it can be done,
+    on a CUDA device with attention that can be captured, and says in the log where it cannot; true refuses to start
+    there; false saves the seconds and the memory that capturing takes."""
 
     @pydantic.model_validator(mode="after")
     def _check_memory(self) -> "EngineConfig":
@@ -63,6 +68,16 @@ class EngineConfig(Config):
                 f"lagged_capacity has no effect with verify_length ({self.verify_length}); leave one of them out"
             )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_graphs(self) -> "EngineConfig":
+        if self.deterministic and self.cuda_graphs:
+            raise ValueError("cuda_graphs pads steps, which deterministic rules out; leave one of them out")
+        return self
+
+    def num_ahead(self, block_size: int) -> int:
+        """Tokens that a request may hold memory for beyond its committed ones. block_size: what a drafter proposes."""
+        return max(block_size, 0 if self.lookup is None else self.lookup.block_size)
 
     @property
     def num_pages(self) -> int:

@@ -49,7 +49,8 @@ class SlicedRunner:
         self.num_pages, self.page_size = target.num_pages, target.page_size
         self.max_context_tokens = target.max_context_tokens
         self.num_rows = 1 if _do_rows_meet(target.model) or not self._has_equal_places(SLICE_ROWS) else SLICE_ROWS
-        log.info("deterministic: %s runs in slices of %d tokens", type(target.model).__name__, self.num_rows)
+        name, attention = type(target.model).__name__, target.attention.name
+        log.info("deterministic: %s runs in slices of %d tokens, attention: %s", name, self.num_rows, attention)
 
     def flatten(self, pieces: Sequence[Piece]) -> FlatBatch:
         """The pieces as a batch on the target's device."""

@@ -70,7 +70,7 @@ class Engine:
         self._target = deterministic(target) if config.deterministic else target
         self._drafts = drafts
         self._lookup = None if config.lookup is None else Lookup(config.lookup)
-        self.most_ahead = max(self.block_size, self._lookup.block_size if self._lookup else 0)
+        self.most_ahead = config.num_ahead(self.block_size)
         self._memory = RequestMemory(
             PagePool(target.num_pages),
             drafts,

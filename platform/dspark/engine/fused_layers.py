@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dspark import native
 from dspark.attention.cpu import AttentionPlan
+from dspark.attention.entry import StepPlan
 from dspark.attention.paged import PagedStep
 from dspark.drafters.layers import DraftLayer, SwiGLU
 from dspark.numerics import PackedLinear
@@ -40,7 +41,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class BlockAttention:
     """What a drafter's layer attends to: the context and the block in a layer's paged memory, [K, S, D] each."""
 
-    plan: AttentionPlan
+    plan: StepPlan
     keys: Tensor
     values: Tensor
     scaling: float
@@ -109,10 +110,11 @@ class TargetLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         step = options.get("paged_step")
-        if not isinstance(step, PagedStep) or step.plan is None or hidden_states.dtype != torch.bfloat16:
+        plan = _plan_of(step)
+        if plan is None or hidden_states.dtype != torch.bfloat16:
             return type(self._module).forward(self._module, hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
-        return run_layers([self.fused], hidden_states, cos, sin, step.plan, [_memory(step, self.number)])
+        return run_layers([self.fused], hidden_states, cos, sin, plan, [_memory(step, self.number)])
 
 
 class TargetLayers:
@@ -126,7 +128,8 @@ class TargetLayers:
 
     def __call__(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         step, module = options.get("paged_step"), self._module
-        if not isinstance(step, PagedStep) or step.plan is None or input_ids is None or module.dtype != torch.bfloat16:
+        plan = _plan_of(step)
+        if plan is None or input_ids is None or module.dtype != torch.bfloat16:
             return type(module).forward(module, input_ids, **options)
         hidden = module.embed_tokens(input_ids)
         cos, sin = module.rotary_emb(hidden, position_ids=options["position_ids"])
@@ -138,8 +141,13 @@ class TargetLayers:
                 continue
             parts: list[TargetLayer] = [vars(layer)["forward"] for layer in layers]
             memories = [_memory(step, part.number) for part in parts]
-            hidden = run_layers([part.fused for part in parts], hidden, cos, sin, step.plan, memories)
+            hidden = run_layers([part.fused for part in parts], hidden, cos, sin, plan, memories)
         return BaseModelOutputWithPast(last_hidden_state=module.norm(hidden))
+
+
+def _plan_of(step: Any) -> AttentionPlan | None:
+    """The kernels' plan of a step in pages; None of any other call, which is the library's to compute."""
+    return step.plan if isinstance(step, PagedStep) and isinstance(step.plan, AttentionPlan) else None
 
 
 def _memory(step: PagedStep, number: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +161,8 @@ class FusedDraftLayer:
         self._module, self._fused = module, fused
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
-        if not isinstance(attend, BlockAttention) or h.dtype != torch.bfloat16:
+        is_ours = isinstance(attend, BlockAttention) and isinstance(attend.plan, AttentionPlan)
+        if not is_ours or h.dtype != torch.bfloat16:
             return DraftLayer.forward_flat(self._module, h, cos, sin, attend)
         return run_layers([self._fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])
 

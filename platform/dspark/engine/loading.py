@@ -1,7 +1,6 @@
 """An engine from what lies on disk: target, drafter, calibration and cost curve, checked against each other."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.dense_target_runner import DenseTargetRunner, dense_bytes_per_token
 from dspark.engine.draft_runner import DraftRunner, NGramDraftRunner
 from dspark.engine.engine import Engine
+from dspark.engine.graphs import use_graphs, wants_graphs
 from dspark.engine.hidden_states import check_layer_ids
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
@@ -110,14 +110,7 @@ def load_engine(
         length = min(length_without_curve, drafts.block_size)
         notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
         config = config.with_changes(verify_length=length, lagged_capacity=False)
-    runner = target_runner(
-        model,
-        vocabulary_size=vocabulary_size(tokenizer),
-        layer_ids=() if drafts is None else drafts.target_layer_ids,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-        notes=notes,
-    )
+    runner = target_runner(model, drafts, config=config, vocabulary_size=vocabulary_size(tokenizer), notes=notes)
     for note in notes:
         log.warning(note)
     engine = Engine(runner, drafts, tokenizer, config=config, curve=curve, calibration=calibration)
@@ -126,28 +119,42 @@ def load_engine(
 
 def target_runner(
     model: Any,
+    drafts: DraftRunner | None = None,
     *,
+    config: EngineConfig,
     vocabulary_size: int,
-    layer_ids: Sequence[int] = (),
-    num_pages: int,
-    page_size: int,
     notes: list[str] | None = None,
 ) -> Target:
     """The runner that serves a target: in pages, or where those do not fit, each request with a cache of its own.
 
-    notes: takes a line in the latter case. Raises: ValueError naming the target's class where neither serves.
+    drafts: what captures its states and attends as it does. On CUDA decode steps are replayed as graphs where config
+    lets them. notes: takes a line where there are no pages.
+    Raises: ValueError naming the target's class where neither serves.
     """
-    memory: dict[str, Any] = {"vocabulary_size": vocabulary_size, "num_pages": num_pages, "page_size": page_size}
+    is_replayed = wants_graphs(config, model.device.type)
+    shape: dict[str, Any] = {
+        "vocabulary_size": vocabulary_size,
+        "layer_ids": () if drafts is None else drafts.target_layer_ids,
+        "num_pages": config.num_pages,
+        "page_size": config.page_size,
+    }
+    # Entries of GPUs compute rows together, whose sums then depend on the company: the reference takes each alone.
+    attention = "torch" if config.deterministic and model.device.type == "cuda" else None
+    runner: Target
     try:
-        return TargetRunner(model, layer_ids=layer_ids, **memory)
+        runner = paged = TargetRunner(model, attention=attention, has_scratch_page=is_replayed, **shape)
+        if isinstance(drafts, PagedDraftRunner | PagedAutoregressiveRunner):
+            drafts.use_attention(paged.attention.name)
     except NotPageable as refusal:
-        runner = DenseTargetRunner(model, layer_ids=layer_ids, **memory)
+        runner = DenseTargetRunner(model, **shape)
         if notes is not None:
             notes.append(
                 f"{refusal.reason}: it does not run in pages; each request has a cache and a forward pass of its own "
                 "instead, which is slower, and there is no prefix cache"
             )
-        return runner
+    if is_replayed:
+        use_graphs(runner, config, num_ahead=config.num_ahead(0 if drafts is None else drafts.block_size))
+    return runner
 
 
 def _load_target(target: TargetConfig) -> tuple[Any, Any, frozenset[int]]:
@@ -167,10 +174,9 @@ def plain_twin(loaded: LoadedEngine) -> Engine:
     The two must not step at the same time.
     """
     target, config = loaded.target, loaded.engine.config
-    runner = target_runner(
-        target.model, vocabulary_size=target.vocabulary_size, num_pages=config.num_pages, page_size=config.page_size
-    )
-    return Engine(runner, None, loaded.tokenizer, config=config.with_changes(verify_length=None, lookup=None))
+    config = config.with_changes(verify_length=None, lookup=None)
+    runner = target_runner(target.model, config=config, vocabulary_size=target.vocabulary_size)
+    return Engine(runner, None, loaded.tokenizer, config=config)
 
 
 def is_drafter_folder(folder: str | Path) -> bool:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from dspark.attention import cpu
+from dspark.attention.choice import cuda_planner
+from dspark.attention.entry import Planner, StepPlan
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
 from dspark.attention.paged import attend, causal_mask
@@ -100,7 +102,12 @@ class PagedAutoregressiveRunner:
             dtype=weight.dtype,
             device=weight.device,
         )
-        self._uses_kernels = cpu.is_served(self.kv_cache)
+        self._page_size = page_size
+        self._planner: Planner | None = cpu.AttentionPlan if cpu.is_served(self.kv_cache) else None
+
+    def use_attention(self, name: str) -> None:
+        """Run on what the target runs on, where that serves its memory."""
+        self._planner = cuda_planner(name, self.kv_cache, self._page_size) or self._planner
 
     @property
     def bytes_per_request(self) -> int:
@@ -221,8 +228,8 @@ class PagedAutoregressiveRunner:
     def _attention(self, module: int, rows: Rows) -> Attend:
         """Store the rows' keys and values, then let each row see its request's up to itself."""
         slot_mapping = torch.tensor(rows.slots, device=self._device)
-        if self._uses_kernels:
-            return self._planned(module, cpu.AttentionPlan(rows.tables, rows.spans, slot_mapping))
+        if self._planner is not None:
+            return self._planned(module, self._planner(rows.tables, rows.spans, slot_mapping))
         pieces = list(zip(rows.tables, rows.spans, pairwise(rows.boundaries), strict=True))
 
         def run(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -238,7 +245,7 @@ class PagedAutoregressiveRunner:
 
         return run
 
-    def _planned(self, module: int, plan: cpu.AttentionPlan) -> Attend:
+    def _planned(self, module: int, plan: StepPlan) -> Attend:
         """The same in one call."""
         held = self.kv_cache.keys[module], self.kv_cache.values[module]
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from dspark.attention import cpu
+from dspark.attention.choice import cuda_planner
+from dspark.attention.entry import Planner, StepPlan
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
 from dspark.attention.paged import attend
@@ -85,9 +87,16 @@ class PagedDraftRunner:
             dtype=weight.dtype,
             device=weight.device,
         )
-        self._uses_kernels = not all(self._is_sliding) and cpu.is_served(self.kv_cache)
-        if self._uses_kernels:
+        self._page_size = page_size
+        self._planner: Planner | None = None
+        if not all(self._is_sliding) and cpu.is_served(self.kv_cache):
+            self._planner = cpu.AttentionPlan
             fuse_draft_layers(self._backbone.layers)
+
+    def use_attention(self, name: str) -> None:
+        """Run layers that see all context on what the target runs on, where that serves them."""
+        if not all(self._is_sliding):
+            self._planner = cuda_planner(name, self.kv_cache, self._page_size) or self._planner
 
     @property
     def _ring_slots(self) -> int:
@@ -189,7 +198,7 @@ class PagedDraftRunner:
         starts = [memory.num_tokens for memory in memories]
         write = self._writer(memories, starts, ends)
         masks = [self._window_mask(memory) for memory in memories]
-        plan = self._plan(memories, starts, ends) if self._uses_kernels else None
+        plan = self._plan(memories, starts, ends)
 
         def attention_of(layer: int) -> Attend:
             place = self._place[layer]
@@ -214,12 +223,14 @@ class PagedDraftRunner:
             attention_of,
         )
 
-    def _plan(self, memories: Sequence[DraftMemory], starts: list[int], ends: list[int]) -> cpu.AttentionPlan:
-        """Each block sees its request's context and all of itself."""
+    def _plan(self, memories: Sequence[DraftMemory], starts: list[int], ends: list[int]) -> StepPlan | None:
+        """Each block sees its request's context and all of itself; None attends to one after the other."""
+        if self._planner is None:
+            return None
         spans = list(zip(starts, ends, strict=True))
         tables = [memory.table for memory in memories]
         slots = [slot for table, span in zip(tables, spans, strict=True) for slot in table.slots(*span)]
-        return cpu.AttentionPlan(tables, spans, torch.tensor(slots), is_causal=False)
+        return self._planner(tables, spans, torch.tensor(slots, device=self._device), is_causal=False)
 
     def _read(self, layer: int, memory: DraftMemory) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's context and block in a layer: [K, n, D] each."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dspark.attention.flat_batch import FlatBatch, Piece
 from dspark.engine.request import FinishReason
 from dspark.engine.running import RunningRequest
-from dspark.engine.target_runner import TargetOutput
+from dspark.engine.target import TargetOutput
 from dspark.speculation.proposal import Proposal, Verdict
 from dspark.speculation.statistics import Round
 

@@ -3,14 +3,18 @@
 Legend: B batch tokens, N rows whose logits are wanted, V vocabulary, m captured layers, d hidden size.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from dspark.attention import cpu, paged
+from dspark.attention import paged
+from dspark.attention.choice import Choice, TorchEntry, choose_entries, named_entry
+from dspark.attention.entry import AttentionEntry, StepPlan
 from dspark.attention.flat_batch import FlatBatch, Piece, flatten
 from dspark.attention.kv_cache import LayerShape, PagedKVCache
 from dspark.attention.page_pool import PageTable
@@ -24,6 +28,9 @@ from dspark.engine.target import (
     use_own_attention,
     without_padding,
 )
+from dspark.engine.token_buckets import TokenBuckets
+
+log = logging.getLogger("dspark.engine")
 
 PAGED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # of the library's cache; a dummy keeps nothing
 
@@ -42,10 +49,12 @@ class NotPageable(ValueError):
 class TargetRunner:
     """Any Hugging Face causal LM that computes its attention through the library's attention interface.
 
-    The model is switched to paged attention for good, and on a CPU to our own kernels unless use_kernels is false.
-    Whether it then computes the same as before is measured at the start, on a short text in two pieces: an
-    architecture that keeps state elsewhere (linear attention, convolutions) is refused by its class.
-    Raises: NotPageable.
+    The model is switched to paged attention for good, and to the fastest entry that serves its device unless
+    use_kernels is false or attention names one. Whether it then computes the same as before is measured at the start,
+    on a short text in two pieces: an entry that fails gives way to the next with a warning, and an architecture that
+    keeps state elsewhere (linear attention, convolutions) is refused by its class, with the difference.
+    has_scratch_page: one page of memory more than num_pages, for rows that are padding, see `TokenBuckets`.
+    Raises: NotPageable; ValueError when the named entry does not serve.
     """
 
     has_pages = True
@@ -59,6 +68,8 @@ class TargetRunner:
         num_pages: int,
         page_size: int,
         use_kernels: bool = True,
+        attention: str | None = None,
+        has_scratch_page: bool = False,
     ) -> None:
         self.model = model
         self.device, self.dtype = model.device, model.dtype
@@ -66,13 +77,22 @@ class TargetRunner:
         self.page_size, self.num_pages = page_size, num_pages
         self.layer_ids = tuple(layer_ids)
         expected, shapes = _observe(model)
-        self.kv_cache = PagedKVCache(shapes, num_slots=num_pages * page_size, dtype=self.dtype, device=self.device)
-        self.uses_kernels = use_kernels and cpu.is_served(self.kv_cache)
-        model.set_attn_implementation(paged.NAME)
-        if self.uses_kernels:
-            fuse_layers(model)
-        self._check(expected)
+        num_slots = (num_pages + has_scratch_page) * page_size
+        self.scratch_slot = num_pages * page_size if has_scratch_page else None
+        self.kv_cache = PagedKVCache(shapes, num_slots=num_slots, dtype=self.dtype, device=self.device)
+        self._attention = self._choose_attention(expected, self._entries(attention, use_kernels=use_kernels))
         self._capture = HiddenStateCapture(model, self.layer_ids) if self.layer_ids else None
+        self._buckets: TokenBuckets | None = None
+
+    @property
+    def attention(self) -> AttentionEntry:
+        """What computes its attention."""
+        return self._attention
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether that is our own on a CPU, with whole layers on them where their class is known."""
+        return self._attention.name == "cpu"
 
     @property
     def max_context_tokens(self) -> int | None:
@@ -81,48 +101,98 @@ class TargetRunner:
 
     @torch.inference_mode()
     def run(self, batch: FlatBatch) -> TargetOutput:
-        """Read the batch's tokens. Their keys and values are stored; the tables are the caller's to move on."""
-        if self._capture is None:
-            return TargetOutput(without_padding(self._forward(batch), self.vocabulary_size), None)
-        with self._capture:  # for this pass only: another runner may share the model
-            logits = self._forward(batch)
-            return TargetOutput(without_padding(logits, self.vocabulary_size), self._capture.hidden()[0])
+        """Read the batch's tokens. Their keys and values are stored; the tables are the caller's to move on.
+
+        The scores may be written over by the next run.
+        """
+        if self._buckets is not None and self._buckets.holds(batch):
+            logits, hidden = self._buckets.run(batch)
+        else:
+            step = paged.PagedStep(batch, self.kv_cache, self._attention.plan(batch))
+            logits, hidden = self._compute(batch.input_ids, batch.positions, step, logits_to_keep=batch.logit_rows)
+        return TargetOutput(without_padding(logits, self.vocabulary_size), hidden)
+
+    @property
+    def num_bucket_runs(self) -> int:
+        """Steps that ran in buckets."""
+        return 0 if self._buckets is None else self._buckets.num_runs
+
+    def use_buckets(self, buckets: TokenBuckets) -> None:
+        """Run the steps that they hold through them from now on."""
+        self._buckets = buckets
 
     @torch.inference_mode()
-    def _forward(self, batch: FlatBatch) -> Tensor:
-        plan = paged.plan_of(batch) if self.uses_kernels else None
-        logits: Tensor = _paged_pass(
-            self.model,
-            batch.input_ids,
-            batch.positions,
-            paged.PagedStep(batch, self.kv_cache, plan),
-            logits_to_keep=batch.logit_rows,
-        )
-        return logits
+    def compute_padded(self, input_ids: Tensor, positions: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, V] and features [B, m*d] of every row, with nothing that a graph could not capture."""
+        step = paged.PagedStep(None, self.kv_cache, plan)
+        # A mask that is ready is taken as it is; without one the library reads positions back to the host.
+        mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
+        return self._compute(input_ids, positions, step, logits_to_keep=0, attention_mask=mask)
+
+    def _compute(
+        self, input_ids: Tensor, positions: Tensor, step: paged.PagedStep, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        with self._capture or nullcontext():  # for this pass only: another runner may share the model
+            logits = _paged_pass(self.model, input_ids, positions, step, **options)
+            return logits, None if self._capture is None else self._capture.hidden()[0]
 
     def flatten(self, pieces: Sequence[Piece]) -> FlatBatch:
         """The pieces as a batch on the target's device."""
         return flatten(pieces, self.device)
 
-    def _check(self, expected: Tensor) -> None:
-        """Raises: NotPageable when paged attention changes what the model computes."""
-        try:
-            difference = probe_difference(self._probe(), expected, self.dtype)
-        except Exception as error:
-            use_own_attention(self.model)
-            raise NotPageable(self.model, f"does not run on paged attention ({error})") from error
-        if difference is not None:
-            use_own_attention(self.model)
-            raise NotPageable(self.model, f"computes something else on paged attention ({difference})")
+    def _entries(self, name: str | None, *, use_kernels: bool) -> Choice:
+        """What to try. Raises: ValueError when the named one does not serve."""
+        if name is not None:
+            return Choice([named_entry(name, self.kv_cache, self.page_size)], {})
+        if not use_kernels:
+            return Choice([TorchEntry()], {})
+        return choose_entries(self.kv_cache, self.page_size)
 
-    def _probe(self) -> Tensor:
+    def _choose_attention(self, expected: Tensor, choice: Choice) -> AttentionEntry:
+        """The first entry that computes what the model does. Raises: NotPageable when none does."""
+        self.model.set_attn_implementation(paged.NAME)
+        failed: dict[str, str] = {}
+        refusal: NotPageable | None = None
+        for entry in choice.entries:
+            if entry.name == "cpu":
+                fuse_layers(self.model)
+            refusal = self._refusal(expected, entry)
+            if refusal is None:
+                self._say(entry, choice.left_out, failed)
+                return entry
+            failed[entry.name] = refusal.reason
+        use_own_attention(self.model)
+        assert refusal is not None, "there is always an entry"
+        raise refusal
+
+    def _say(self, entry: AttentionEntry, left_out: Mapping[str, str], failed: Mapping[str, str]) -> None:
+        reasons = "".join(f"; not {name}: {reason}" for name, reason in {**left_out, **failed}.items())
+        level = logging.INFO if left_out or self.device.type == "cuda" else logging.DEBUG
+        log.log(logging.WARNING if failed else level, "attention: %s%s", entry.name, reasons)
+
+    def _refusal(self, expected: Tensor, entry: AttentionEntry) -> NotPageable | None:
+        """Why the model does not run on paged attention as the entry computes it; None where it does."""
+        try:
+            difference = probe_difference(self._probe(entry), expected, self.dtype)
+        except Exception as error:
+            refusal = NotPageable(self.model, f"does not run on paged attention ({error})")
+            refusal.__cause__ = error
+            return refusal
+        if difference is None:
+            return None
+        return NotPageable(self.model, f"computes something else on paged attention ({difference})")
+
+    @torch.inference_mode()
+    def _probe(self, entry: AttentionEntry) -> Tensor:
         """Logits of the probe's last token, read in two pieces through pages that are no neighbours."""
         ids = probe_ids(self.model)[0].tolist()
         num_needed = -(-len(ids) // self.page_size)
         table = PageTable(list(range(min(num_needed, self.num_pages)))[::-1], self.page_size)
         half = len(ids) // 2
         for part in (ids[:half], ids[half:]):
-            logits = self._forward(self.flatten([Piece(table, part, num_logits=1)]))
+            batch = self.flatten([Piece(table, part, num_logits=1)])
+            step = paged.PagedStep(batch, self.kv_cache, entry.plan(batch))
+            logits = _paged_pass(self.model, batch.input_ids, batch.positions, step, logits_to_keep=batch.logit_rows)
             table.num_tokens += len(part)
         return logits[0].float()
 
@@ -178,14 +248,14 @@ def _windows(model: Any, cache: Any) -> dict[int, int | None]:
     return {number: getattr(layer, "sliding_window", None) for number, layer in kept.items()}
 
 
-def _paged_pass(model: Any, input_ids: Tensor, positions: Tensor, step: Any, *, logits_to_keep: Any) -> Tensor:
-    """Logits [N, V] of a flat batch. input_ids, positions: [B]."""
+def _paged_pass(model: Any, input_ids: Tensor, positions: Tensor, step: Any, **options: Any) -> Tensor:
+    """Logits [N, V] of a flat batch. input_ids, positions: [B]; options: of the model's call."""
     output = model(
         input_ids=input_ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
         use_cache=False,
-        logits_to_keep=logits_to_keep,
         paged_step=step,
+        **options,
     )
     logits: Tensor = output.logits[0]
     return logits

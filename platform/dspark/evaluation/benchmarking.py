@@ -8,8 +8,9 @@ import numpy as np
 
 from dspark.data.prompts import Prompt, PromptSet
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import Load, LoadRun, Side
+from dspark.evaluation.load import EngineLoad, Load, Side
 from dspark.evaluation.load_config import BenchmarkConfig, LoadConfig
+from dspark.evaluation.load_run import LoadRun
 from dspark.provenance import fingerprint
 
 Key = tuple[str, int, int]
@@ -18,6 +19,71 @@ SIDES: tuple[Side, Side] = ("plain", "speculative")
 WARMUP_REQUESTS = 2
 
 Row = Mapping[str, Any]
+
+
+class PairBenchmark:
+    """An engine in this process, plain and speculative. A row is a pair of runs. notes: what a user should know."""
+
+    def __init__(self, config: BenchmarkConfig) -> None:
+        self._config = config
+        self.notes: list[str] = []
+
+    @property
+    def subject(self) -> str:
+        return str(self._config.drafter)
+
+    def keys(self) -> list[Key]:
+        return pair_keys(self._config)
+
+    def key_of(self, row: Row) -> Key:
+        return key_of(row)
+
+    @property
+    def plan(self) -> str:
+        number = self._config.num_requests
+        return ", ".join(f"{number(c)} requests {c} at a time" for c in self._config.concurrency)
+
+    @property
+    def most_tokens(self) -> int:
+        """Output tokens of all runs, at most."""
+        config = self._config
+        per_pair = sum(config.num_requests(concurrency) for concurrency in config.concurrency)
+        return 2 * per_pair * len(config.modes) * config.pairs * config.max_tokens
+
+    def measure(self, prompts: Sequence[Prompt], keys: Sequence[Key]) -> Iterator[dict[str, Any]]:
+        load = EngineLoad(self._config, prompts)
+        self.notes += load.notes
+        yield from measure_pairs(load, self._config, keys)
+
+    def runs(self, row: Row) -> list[Row]:
+        """The figures of each run in a row."""
+        return [row[side] for side in SIDES]
+
+    def said(self, row: Row) -> str:
+        """A row in a few words."""
+        return f"{row['mode']}, {row['concurrency']} at once, pair {row['pair'] + 1}: {row['ratio']:.2f}"
+
+    def summarize(self, rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
+        return summarize_pairs(rows)
+
+    def headline(self, summary: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+        """{mode: {concurrency: {figure: value}}}: what the job's last line and the run's metrics say."""
+        return {
+            mode: {
+                concurrency: {
+                    "plain": figures["plain"]["tokens_per_s"],
+                    "speculative": figures["speculative"]["tokens_per_s"],
+                    "ratio": figures["ratio"]["median"],
+                    "verify_length": figures["speculative"]["verify_length"],
+                    "accepted_length": figures["speculative"]["accepted_length"],
+                }
+                for concurrency, figures in by_concurrency.items()
+            }
+            for mode, by_concurrency in summary.items()
+        }
+
+    def table(self, summary: Mapping[str, Any]) -> str:
+        return format_pairs(summary)
 
 
 def choose_prompts(prompts: PromptSet, config: LoadConfig) -> list[Prompt]:
@@ -148,7 +214,7 @@ def format_pairs(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 def _medians(runs: Sequence[Row]) -> dict[str, Any]:
     """Medians of every figure that is a number, percentiles included."""
     medians: dict[str, Any] = {}
-    for key in runs[0].keys() - {"finished"}:
+    for key in runs[0].keys() - {"finished", "failed"}:
         values = [run[key] for run in runs if run[key] is not None]
         if values and isinstance(values[0], dict):
             medians[key] = _medians(values)

@@ -11,8 +11,9 @@ from dspark.engine.loading import WITHOUT_FOLDER, LoadedEngine, drafter_target, 
 from dspark.errors import MissingInput
 from dspark.evaluation.benchmarking import spread
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import EngineRequests, LoadRun, chat_of, closed_loop
+from dspark.evaluation.load import EngineRequests, chat_of, closed_loop
 from dspark.evaluation.load_config import ContestConfig, Entrant
+from dspark.evaluation.load_run import LoadRun
 from dspark.provenance import fingerprint, require_same
 from dspark.targets import TargetConfig
 

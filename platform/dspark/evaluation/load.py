@@ -1,15 +1,9 @@
-"""Load on an engine in this process: so many requests at once over the same prompts, plain or speculative.
-
-Throughput counts tokens by usage, never by arrivals: one step, or one chunk of a stream, may hold several tokens.
-"""
+"""Load on an engine in this process: so many requests at once over the same prompts, plain or speculative."""
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import Literal, Protocol
 
 from dspark.chat import ChatConfig, render_prompt
 from dspark.config import build_config
@@ -20,92 +14,10 @@ from dspark.engine.loading import LoadedEngine, drafter_target, load_engine, pla
 from dspark.engine.request import GenerationRequest
 from dspark.evaluation.config import EvaluationMode
 from dspark.evaluation.load_config import BenchmarkConfig, LoadConfig
+from dspark.evaluation.load_run import Answer, LoadRun
 from dspark.speculation.statistics import AcceptanceCounts
 
 Side = Literal["plain", "speculative"]
-
-
-@dataclass
-class Answer:
-    """What came back for one request. arrived_s: clock readings, one per step or chunk that brought text or tokens.
-
-    num_tokens: by usage. output_ids: empty where they are not told.
-    """
-
-    sent_s: float
-    arrived_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    finish_reason: str | None = None
-    output_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class LoadRun:
-    """All requests of one run, answers in their order. seconds: from the first request to the last token.
-
-    full_load_*: the part in which every place was taken. counts: verified rounds; num_drafted of num_decodes steps of
-    a request had a proposal made, num_copied had one looked up. None over HTTP, where it is not told.
-    """
-
-    answers: list[Answer]
-    seconds: float
-    full_load_s: float | None = None
-    full_load_tokens: int | None = None
-    counts: AcceptanceCounts | None = None
-    num_decodes: int = 0
-    num_drafted: int = 0
-    num_copied: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(answer.num_tokens for answer in self.answers)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def full_load_tokens_per_s(self) -> float | None:
-        return self.full_load_tokens / self.full_load_s if self.full_load_tokens and self.full_load_s else None
-
-    def figures(self) -> dict[str, Any]:
-        """JSON-ready. first_token_ms: from sending to the first arrival; gap_ms: between arrivals of a request;
-        token_ms: per request, from the first arrival to the last over the tokens after the first.
-        """
-        gaps = [gap for answer in self.answers for gap in np.diff(answer.arrived_s).tolist()]
-        per_token = [
-            (answer.arrived_s[-1] - answer.arrived_s[0]) / (answer.num_tokens - 1)
-            for answer in self.answers
-            if len(answer.arrived_s) > 1 and answer.num_tokens > 1
-        ]
-        first = [answer.arrived_s[0] - answer.sent_s for answer in self.answers if answer.arrived_s]
-        return {
-            "requests": len(self.answers),
-            "output_tokens": self.num_tokens,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-            "full_load_tokens_per_s": self.full_load_tokens_per_s,
-            "first_token_ms": _percentiles_ms(first),
-            "gap_ms": _percentiles_ms(gaps),
-            "token_ms": _percentiles_ms(per_token),
-            "finished": dict(Counter(str(answer.finish_reason) for answer in self.answers)),
-        } | self._round_figures()
-
-    def _round_figures(self) -> dict[str, float | None]:
-        """verify_length: draft tokens verified per step of a request, undrafted steps counted as 0."""
-        if self.counts is None:
-            names = ("accepted_length", "acceptance", "verify_length", "drafted_share", "copied_share", "round_tokens")
-            return dict.fromkeys(names)
-        c = self.counts
-        num_rounds = c.rounds + c.plain_rounds
-        return {
-            "accepted_length": _ratio(c.committed_tokens, c.rounds),
-            "acceptance": _ratio(c.accepted_tokens, c.proposed_tokens - c.after_stop_tokens),
-            "verify_length": _ratio(c.proposed_tokens, num_rounds),
-            "drafted_share": _ratio(self.num_drafted, self.num_decodes),
-            "copied_share": _ratio(self.num_copied, self.num_decodes),
-            "round_tokens": _ratio(c.committed_tokens + c.plain_committed_tokens, num_rounds),
-        }
 
 
 class Load(Protocol):
@@ -232,14 +144,3 @@ def chat_of(loaded: LoadedEngine, *, source: str) -> ChatConfig:
     """How the answers were asked for that the drafter was trained on; the defaults of one without a folder."""
     recorded = {} if loaded.provenance is None else loaded.provenance["chat"]
     return build_config(ChatConfig, recorded, source=source)
-
-
-def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    if not len(seconds):
-        return None
-    values = (1000.0 * np.quantile(seconds, [0.5, 0.9, 0.99])).tolist()
-    return dict(zip(("p50", "p90", "p99"), values, strict=True))
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None

@@ -1,5 +1,7 @@
 """What is asked for under load, by whom, and how often: the configs of everything that measures tokens per second."""
 
+from typing import Any
+
 import pydantic
 from pydantic import Field
 
@@ -13,6 +15,7 @@ from dspark.targets import TargetConfig
 from dspark.tracking import TrackingConfig
 
 SERVER_DECIDES = ("target", "engine", "threads")
+LOAD_DECIDES = ("model", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "n")
 
 
 class LoadConfig(Config):
@@ -47,7 +50,7 @@ class LoadConfig(Config):
         names = [mode.name for mode in self.modes]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"modes need one name each, got {names}")
-        if min(self.concurrency) < 1 or len(set(self.concurrency)) < len(self.concurrency):
+        if any(number < 1 for number in self.concurrency) or len(set(self.concurrency)) < len(self.concurrency):
             raise ValueError(f"concurrency is {list(self.concurrency)}; give each number once, all of them 1 or more")
         return self
 
@@ -61,32 +64,87 @@ class LoadConfig(Config):
             raise ValueError(f"concurrency {max(self.concurrency)} is over engine.max_running_requests ({most})")
 
 
+class Endpoint(Config):
+    """A running server that speaks OpenAI's API, ours or anybody's: it is sent OpenAI's fields and `body` alone."""
+
+    base_url: str
+    """With its version, such as http://127.0.0.1:8000/v1. Where /metrics beside that holds our counters, what the
+    server drafted and verified is told too; it had best serve nobody else meanwhile."""
+    model: str | None = None
+    """None takes the first one that /models lists."""
+    api_key_env: str | None = None
+    """Name of the environment variable with its key; the key itself would be recorded with the config."""
+    body: dict[str, Any] = {}
+    """Fields to add to every request, such as {verify_length: 0} for a server of ours to decode plainly."""
+    stream: bool = True
+    """False asks for whole answers: no figures of first tokens and of gaps then."""
+    send_seed: bool = False
+    """Sampled requests carry a seed of their own, which fixes their text, at the price of acceptance on a server of
+    ours: leave it out to measure how a server does without being asked for that."""
+    timeout_s: float = Field(600.0, gt=0)
+    """A request that takes longer, or says nothing for so long, has failed."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "Endpoint":
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url is {self.base_url!r}; it must start with http:// or https://")
+        taken = [name for name in LOAD_DECIDES if name in self.body]
+        if taken:
+            raise ValueError(f"body holds {', '.join(taken)}, which the load decides; leave them out")
+        return self
+
+
 class BenchmarkConfig(LoadConfig):
-    """The benchmark stage: tokens per second with and without speculation, by the number of concurrent requests."""
+    """The benchmark stage: tokens per second by the load, with and without a drafter here, or of running servers."""
 
     drafter: str | None = None
     """Folder made by jobs/train.py, "ngram" or "mtp" (the target's own modules), for an engine in this process."""
-    base_url: str | None = None
-    """Measure a running server of ours instead, such as http://127.0.0.1:8000; drafter, target, engine are its own. It
-    had best be started with engine.prefix_cache off: both sides ask the same prompts, and only the first would read."""
+    endpoints: dict[str, Endpoint] = {}
+    """By name: running servers to measure instead, each in turn under the same load; drafter, target and engine are
+    their own. They had best be started without a prefix cache: all are asked the same prompts, again and again."""
+    concurrency: tuple[int, ...] = (1, 4, 16)
+    """Closed loop, as above; may be empty where there are request_rates."""
+    request_rates: tuple[float, ...] = ()
+    """Open loop, endpoints only: requests per second that arrive whether or not earlier ones have ended, at random
+    times (Poisson) that the seed decides. Latency counts from the time a request was to arrive."""
+    rate_s: float = Field(60.0, gt=0)
+    """Seconds that requests arrive for at each rate."""
     output: str
     """Gets `benchmark.json`, which grows as pairs finish."""
     pairs: int = Field(5, ge=1)
-    """Runs of each side, in the order plain, speculative, speculative, plain, …: what slows the machine meets both."""
+    """Runs of each side, in the order plain, speculative, speculative, plain, …: what slows the machine meets both. Of
+    endpoints: runs of each, in their order and then in the other."""
     tracking: TrackingConfig = TrackingConfig()
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "BenchmarkConfig":
-        if (self.drafter is None) == (self.base_url is None):
-            raise ValueError("give a drafter for an engine in this process, or the base_url of a server")
-        changed = [name for name in SERVER_DECIDES if getattr(self, name) != type(self).model_fields[name].default]
-        if self.base_url is not None and changed:
-            raise ValueError(f"the server at base_url has its own {', '.join(changed)}; leave them out")
-        if self.drafter in WITHOUT_FOLDER and self.base_url is None and self.target is None:
+        if (self.drafter is None) == (not self.endpoints):
+            raise ValueError("give a drafter for an engine in this process, or the endpoints of running servers")
+        if not self.concurrency and not self.request_rates:
+            raise ValueError("there is no load; give concurrency or request_rates")
+        if self.endpoints:
+            self._check_endpoints()
+            return self
+        if self.request_rates:
+            raise ValueError("request_rates are for endpoints; an engine in this process is measured by concurrency")
+        if not self.concurrency:
+            raise ValueError("concurrency is empty; give one number at least")
+        if self.drafter in WITHOUT_FOLDER and self.target is None:
             raise ValueError(f"drafter {self.drafter!r} has no folder that names its target: it needs a target")
-        if self.base_url is None:
-            self.require_places()
+        self.require_places()
         return self
+
+    def _check_endpoints(self) -> None:
+        changed = [name for name in SERVER_DECIDES if getattr(self, name) != type(self).model_fields[name].default]
+        if changed:
+            raise ValueError(f"the servers at the endpoints have their own {', '.join(changed)}; leave them out")
+        rates = self.request_rates
+        if any(rate <= 0 for rate in rates) or len(set(rates)) < len(rates):
+            raise ValueError(f"request_rates is {list(rates)}; give each rate once, all of them over 0")
+
+    def num_arrivals(self, request_rate: float) -> int:
+        """Requests of a run at this rate."""
+        return max(self.min_requests, round(request_rate * self.rate_s))
 
 
 class Entrant(Config):

@@ -21,6 +21,7 @@ from pydantic import Field
 from dspark.config import Config
 from dspark.drafters.base import Drafter
 from dspark.drafters.checkpoint import load_drafter
+from dspark.engine.config import EngineConfig
 from dspark.engine.loading import (
     WITHOUT_FOLDER,
     check_drafter,
@@ -170,14 +171,18 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
     if config.has_drafter:  # it computes in the target's type: its inputs are the target's own states
         drafter = load_drafter(str(config.drafter), dtype=model.dtype, device=str(model.device))
     tables = page_tables(request_tokens(config, drafter), config.page_size)
-    memory: dict[str, Any] = {"num_pages": sum(len(table.pages) for table in tables), "page_size": config.page_size}
-    target = target_runner(
-        model,
-        vocabulary_size=vocabulary_size(load_tokenizer(target_config)),
-        layer_ids=() if drafter is None else drafter.target_layer_ids,
-        **memory,
+    engine = EngineConfig(  # timed as it will run
+        page_size=config.page_size,
+        kv_tokens=config.page_size * sum(len(table.pages) for table in tables),
+        max_running_requests=len(tables),
+        max_batch_tokens=longest,
+        max_context_tokens=longest,
     )
-    drafts = None if drafter is None else paged_runner(drafter, **memory)
+    drafts = None
+    if drafter is not None:
+        drafts = paged_runner(drafter, num_pages=engine.num_pages, page_size=engine.page_size)
+    vocabulary = vocabulary_size(load_tokenizer(target_config))
+    target = target_runner(model, drafts, config=engine, vocabulary_size=vocabulary)
     return StepTimer(target, drafts, tables, context_tokens=config.context_tokens, seed=config.seed)
 
 

@@ -133,6 +133,21 @@ def test_layers_in_one_call_give_the_bits_of_one_after_the_other(heard: tuple[in
     assert all(torch.equal(a, b) for a, b in zip(states, states[len(heard) * len(CUTS) :], strict=False))
 
 
+def test_on_other_attention_the_layers_are_the_librarys_own() -> None:
+    """A model whose layers were fused for one runner serves another one whose plans are not the kernels'."""
+    model = model_of("Llama")
+    ids, memory = TEXTS[0], {"vocabulary_size": 90, "num_pages": 4, "page_size": 16}
+    fused = TargetRunner(model, **memory)
+    flex = TargetRunner(model, **memory, attention="flex")
+    assert fused.uses_kernels
+    assert type(model.model.forward) is TargetLayers
+    own, other = (
+        runner.run(runner.flatten([Piece(PageTable([3, 1, 2], 16), ids, len(ids))])).logits for runner in (fused, flex)
+    )
+    assert (own - other).norm() / own.norm() < 0.05
+    assert not torch.equal(own, other)
+
+
 def test_without_pages_the_layers_are_the_librarys_own() -> None:
     model = model_of("Llama")
     ids = torch.tensor([TEXTS[0]])

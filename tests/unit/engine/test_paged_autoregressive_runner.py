@@ -20,11 +20,11 @@ every_variant = pytest.mark.parametrize("shape", AUTOREGRESSIVE_VARIANTS.values(
 class Pair:
     """Both runners over the same drafter, told the same ids and features."""
 
-    def __init__(self, **shape: Any) -> None:
+    def __init__(self, *, page_size: int = PAGE_SIZE, **shape: Any) -> None:
         self.drafter = random_autoregressive_drafter(**shape).eval().requires_grad_(False)
-        self.paged = PagedAutoregressiveRunner(self.drafter, num_pages=32, page_size=PAGE_SIZE)
+        self.paged = PagedAutoregressiveRunner(self.drafter, num_pages=32, page_size=page_size)
         self.twin = SequentialDraftRunner(self.drafter)
-        self.tables = [PageTable(list(pages), PAGE_SIZE) for pages in PAGES]
+        self.tables = [PageTable(list(pages), page_size) for pages in PAGES]
         self.memories = [self.paged.new_memory(table) for table in self.tables]
         self.states = [self.twin.new_memory(table) for table in self.tables]
         self.anchors = [0] * len(PAGES)
@@ -78,6 +78,16 @@ def test_drafting_fewer_than_the_block_leaves_nothing_wrong_behind(shape: dict[s
         pair.check(max_tokens=lengths)
         for index in range(3):
             pair.commit(index, 1 + index)
+    pair.check()
+
+
+def test_on_attention_of_a_gpu_s_kind_drafts_are_the_same():
+    pair = Pair(page_size=16, head_dim=16)
+    pair.paged.use_attention("flex")
+    for growth in ((1, 2, 3), (12, 1, 1)):
+        pair.check()
+        for index, num_tokens in enumerate(growth):
+            pair.commit(index, num_tokens)
     pair.check()
 
 

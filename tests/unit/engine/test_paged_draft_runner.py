@@ -19,11 +19,11 @@ CONTEXTS = (1, 9, 4)
 class Pair:
     """Both runners over the same drafter, fed the same features."""
 
-    def __init__(self, **shape: Any) -> None:
+    def __init__(self, *, page_size: int = PAGE_SIZE, **shape: Any) -> None:
         self.drafter = random_drafter(**shape).eval().requires_grad_(False)
-        self.paged = PagedDraftRunner(self.drafter, num_pages=32, page_size=PAGE_SIZE)
+        self.paged = PagedDraftRunner(self.drafter, num_pages=32, page_size=page_size)
         self.twin = SequentialDraftRunner(self.drafter)
-        self.tables = [PageTable(list(pages), PAGE_SIZE) for pages in PAGES]
+        self.tables = [PageTable(list(pages), page_size) for pages in PAGES]
         self.memories = [self.paged.new_memory(table) for table in self.tables]
         self.states = [self.twin.new_memory(table) for table in self.tables]
         self._generator = torch.Generator().manual_seed(0)
@@ -59,6 +59,23 @@ def test_greedy_blocks_of_many_are_those_of_each_alone_as_contexts_grow(shape):
             assert (one.confidence_logits is None) == (twin.confidence_logits is None)
             if twin.confidence_logits is not None:
                 torch.testing.assert_close(one.confidence_logits, twin.confidence_logits, atol=1e-4, rtol=1e-4)
+        for index, num_tokens in enumerate(growth):
+            if num_tokens:
+                pair.extend(index, num_tokens)
+
+
+@pytest.mark.parametrize("shape", [{}, {"sliding_window": 6, "layer_types": ("sliding_attention", "full_attention")}])
+def test_on_attention_of_a_gpu_s_kind_blocks_are_the_same(shape):
+    pair = Pair(page_size=16, head_dim=16, **shape)
+    pair.paged.use_attention("flex")
+    for index, num_tokens in enumerate(CONTEXTS):
+        pair.extend(index, num_tokens)
+    for growth in ((1, 2, 3), (14, 1, 1), (0, 0, 0)):
+        found = pair.paged.propose(pair.requests(pair.memories))
+        expected = pair.twin.propose(pair.requests(pair.states))
+        for one, twin in zip(found, expected, strict=True):
+            assert torch.equal(one.token_ids, twin.token_ids)
+            torch.testing.assert_close(one.confidence_logits, twin.confidence_logits, atol=1e-4, rtol=1e-4)
         for index, num_tokens in enumerate(growth):
             if num_tokens:
                 pair.extend(index, num_tokens)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.engine.config import EngineConfig
 from dspark.engine.loading import target_runner
 from dspark.engine.target_runner import NotPageable, TargetRunner
 from dspark.speculation.proposal import Proposal
@@ -157,7 +158,7 @@ def test_shared_prefixes_and_preemption_change_nothing(case: Case, prefix_cache:
 def test_a_recurrent_state_is_refused_by_name(family: Family) -> None:
     model = random_target(family)
     with pytest.raises(ValueError, match=f"target class {type(model).__name__} keeps a state that gives up no token"):
-        target_runner(model, vocabulary_size=VOCABULARY, num_pages=16, page_size=PAGE_SIZE)
+        target_runner(model, config=EngineConfig(page_size=PAGE_SIZE, kv_tokens=64), vocabulary_size=VOCABULARY)
 
 
 @pytest.mark.parametrize("family", DENSE.values(), ids=DENSE)

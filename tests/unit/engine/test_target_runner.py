@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
+from dspark.attention.choice import Choice, TorchEntry
 from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PageTable
 from dspark.engine.hidden_states import HiddenStateCapture
-from dspark.engine.target_runner import TargetRunner, kv_bytes_per_token
+from dspark.engine.target_runner import NotPageable, TargetRunner, kv_bytes_per_token
 
 SMALL = {
     "vocab_size": 60,
@@ -89,6 +90,73 @@ def test_logits_and_features_are_the_models_own(name, changes, use_kernels):
             hidden = capture.hidden()[0]
         torch.testing.assert_close(torch.cat([logits for logits, _ in found]), expected, atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(torch.cat([states for _, states in found]), hidden, atol=2e-4, rtol=1e-3)
+
+
+WIDE = {"hidden_size": 64, "head_dim": 16}
+SHARED = {"global_head_dim": 16, "vocab_size_per_layer_input": 60, "sliding_window": 6, "num_kv_shared_layers": 2}
+ON_CUDA_S_KIND = {
+    "llama": ("Llama", {}),
+    "gemma2 with soft-capped scores": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": 2.0}),
+    "shared keys": (
+        "Gemma4",
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2} | SHARED,
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), ON_CUDA_S_KIND.values(), ids=ON_CUDA_S_KIND)
+def test_on_attention_of_a_gpu_s_kind_logits_are_the_model_s_own(name, changes):
+    alone, model = (model_of(name, **WIDE | changes) for _ in range(2))
+    runner = TargetRunner(model, vocabulary_size=60, num_pages=4, page_size=16, attention="flex")
+    text = torch.randint(60, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    table, parts = PageTable([2, 0, 3], 16), []
+    for first, last in ((0, 17), (17, 18), (18, 40)):
+        output = runner.run(runner.flatten([Piece(table, text[first:last], num_logits=last - first)]))
+        parts.append(output.logits)
+        table.num_tokens = last
+    with torch.no_grad():
+        expected = alone(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(torch.cat(parts), expected, atol=2e-4, rtol=1e-3)
+
+
+def test_sinks_are_seen_at_the_start_and_refused_to_entries_that_know_none():
+    model = model_of("GptOss", **WIDE, num_local_experts=2, num_experts_per_tok=1)
+    memory = {"vocabulary_size": 60, "num_pages": 4, "page_size": 16}
+    assert TargetRunner(model, **memory).kv_cache.has_sinks
+    assert not TargetRunner(model_of("Llama"), **memory).kv_cache.has_sinks
+    with pytest.raises(ValueError, match="'flex' does not serve here: it knows no attention sinks"):
+        TargetRunner(model, **memory, attention="flex")
+
+
+class Failing:
+    """An entry whose kernel does not run."""
+
+    name = "flex"
+
+    def plan(self, batch: Any) -> Any:
+        raise RuntimeError("out of resources")
+
+
+def test_an_entry_that_fails_gives_way_to_the_next_and_one_line_says_why(monkeypatch, caplog):
+    choice = Choice([Failing(), TorchEntry()], {"flash": "flash_attn is not installed"})
+    monkeypatch.setattr("dspark.engine.target_runner.choose_entries", lambda kv_cache, page_size: choice)
+    runner = TargetRunner(model_of("Llama"), vocabulary_size=60, num_pages=24, page_size=4)
+    assert runner.attention.name == "torch"
+    assert not runner.uses_kernels
+    assert caplog.messages == [
+        "attention: torch; not flash: flash_attn is not installed; not flex: target class LlamaForCausalLM does not "
+        "run on paged attention (out of resources)"
+    ]
+
+
+def test_where_every_entry_fails_the_target_is_refused_and_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(
+        "dspark.engine.target_runner.choose_entries", lambda kv_cache, page_size: Choice([Failing(), Failing()], {})
+    )
+    model = model_of("Llama")
+    with pytest.raises(NotPageable, match=r"does not run on paged attention \(out of resources\)"):
+        TargetRunner(model, vocabulary_size=60, num_pages=24, page_size=4)
+    assert model.config._attn_implementation == "sdpa"
 
 
 REFUSED = {

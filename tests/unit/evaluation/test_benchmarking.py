@@ -16,8 +16,9 @@ from dspark.evaluation.benchmarking import (
     summarize_pairs,
 )
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import Answer, LoadRun, Side
+from dspark.evaluation.load import Side
 from dspark.evaluation.load_config import BenchmarkConfig
+from dspark.evaluation.load_run import Answer, LoadRun
 
 GREEDY, SAMPLED = EvaluationMode(name="greedy"), EvaluationMode(name="sampled", temperature=1.0)
 

@@ -16,8 +16,9 @@ from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import SamplingParams
 from dspark.engine.target_runner import TargetRunner
 from dspark.evaluation.config import EvaluationMode
-from dspark.evaluation.load import Answer, EngineLoad, LoadRun, closed_loop
+from dspark.evaluation.load import EngineLoad, closed_loop
 from dspark.evaluation.load_config import BenchmarkConfig
+from dspark.evaluation.load_run import Answer, LoadRun
 from dspark.speculation.statistics import AcceptanceCounts
 from dspark.targets import TargetConfig, load_target
 from scripted_drafters import ScriptedDrafter
@@ -130,7 +131,11 @@ def test_figures_against_hand_calculation():
     figures = LoadRun(answers, seconds=4.0).figures()
     assert (figures["requests"], figures["output_tokens"], figures["tokens_per_s"]) == (2, 8, 2.0)
     assert figures["first_token_ms"]["p50"] == 2000.0  # of 1 s and 3 s
-    assert figures["gap_ms"] == {f"p{q}": pytest.approx(1000 * np.quantile([1, 2], q / 100)) for q in (50, 90, 99)}
+    quantiles = {f"p{q}": pytest.approx(1000 * np.quantile([1, 2], q / 100)) for q in (50, 90, 99)}
+    assert figures["gap_ms"] == {"mean": 1500.0} | quantiles
+    assert figures["request_ms"]["p50"] == 3500.0  # of 4 s and 3 s
+    assert figures["user_tokens_per_s"]["mean"] == pytest.approx((7 / 4 + 1 / 3) / 2)
+    assert figures["user_tokens_per_s"]["p10"] < figures["user_tokens_per_s"]["p50"]
     assert figures["token_ms"]["p50"] == 500.0  # three seconds for six tokens; one token alone says nothing
     assert figures["finished"] == {"stop": 1, "length": 1}
     assert figures["full_load_tokens_per_s"] is None
@@ -206,17 +211,23 @@ def test_more_places_need_more_requests(config):
     assert [config.num_requests(concurrency) for concurrency in (1, 2, 16)] == [4, 4, 32]
 
 
-SERVER = {"base_url": "http://x", "output": "o", "prompts": [{"path": "p.jsonl"}]}
+SERVER = {"endpoints": {"ours": {"base_url": "http://x/v1"}}, "output": "o", "prompts": [{"path": "p.jsonl"}]}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"base_url": None}, "give a drafter"),
-        ({"drafter": "d"}, "or the base_url"),
-        ({"threads": 1}, "has its own threads"),
-        ({"base_url": None, "drafter": "ngram"}, "needs a target"),
-        ({"base_url": None, "drafter": "d", "concurrency": [64]}, "max_running_requests"),
+        ({"endpoints": {}}, "give a drafter"),
+        ({"drafter": "d"}, "or the endpoints"),
+        ({"threads": 1}, "have their own threads"),
+        ({"concurrency": []}, "there is no load"),
+        ({"request_rates": [0.0]}, "each rate once"),
+        ({"endpoints": {"ours": {"base_url": "x:80"}}}, "must start with http"),
+        ({"endpoints": {"ours": {"base_url": "http://x", "body": {"model": "m"}}}}, "body holds model"),
+        ({"endpoints": {}, "drafter": "d", "request_rates": [1.0]}, "request_rates are for endpoints"),
+        ({"endpoints": {}, "drafter": "d", "concurrency": [], "request_rates": [1.0]}, "request_rates are for endp"),
+        ({"endpoints": {}, "drafter": "ngram"}, "needs a target"),
+        ({"endpoints": {}, "drafter": "d", "concurrency": [64]}, "max_running_requests"),
         ({"concurrency": [1, 1]}, "each number once"),
         ({"modes": []}, "one name each"),
         ({"prompts": []}, "prompts"),
@@ -224,5 +235,6 @@ SERVER = {"base_url": "http://x", "output": "o", "prompts": [{"path": "p.jsonl"}
 )
 def test_a_config_that_makes_no_sense_is_refused(change, reason):
     build_config(BenchmarkConfig, SERVER)
+    build_config(BenchmarkConfig, SERVER | {"concurrency": [], "request_rates": [1.0]})
     with pytest.raises(ValueError, match=reason):
         build_config(BenchmarkConfig, SERVER | change)

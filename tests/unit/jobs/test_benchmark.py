@@ -12,6 +12,7 @@ from dspark.config import build_config
 from dspark.errors import MissingInput
 from dspark.evaluation.load_config import BenchmarkConfig
 from dspark.provenance import read_json, write_json
+from streaming_server import NUM_TOKENS, StreamingApp, serving
 from tiny_drafter import make_tiny_drafter
 
 
@@ -91,6 +92,23 @@ def test_n_gram_speculation_needs_no_trained_drafter(content, tiny_target):
     target = {"name": str(tiny_target), "dtype": "float32", "device": "cpu"}
     run(content | {"drafter": "ngram", "target": target, "concurrency": [2]})
     assert [pair["identical"] for pair in pairs_of(content)] == [2]
+
+
+def test_running_servers_are_measured_at_both_kinds_of_load_and_not_again(content, tmp_path, capsys):
+    app = StreamingApp(tokens_per_chunk=3)
+    left_out = ("drafter", "engine", "threads")
+    content = {key: value for key, value in content.items() if key not in left_out}
+    content |= {"concurrency": [2], "request_rates": [100.0], "rate_s": 0.05}
+    with serving(app) as url:
+        content["endpoints"] = {"ours": {"base_url": f"{url}/v1"}, "plain": {"base_url": f"{url}/v1", "model": "m"}}
+        result = run(content)
+        assert list(result["load"]["greedy"]) == ["2 at once", "100 per second"]
+        assert result["load"]["greedy"]["2 at once"]["plain_ratio"] > 0
+        assert result["tokens"] == 2 * (2 + 5) * NUM_TOKENS
+        assert "100 per second" in capsys.readouterr().out
+        asked = len(app.bodies)
+        assert run(content) == result | {"skipped": True}
+        assert len(app.bodies) == asked
 
 
 def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(content, capsys):
