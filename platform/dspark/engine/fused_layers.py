@@ -109,7 +109,7 @@ class TargetLayer:
         self._module, self.fused, self.number = module, fused, number
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        step = options.get("paged_step")
+        step: Any = options.get("paged_step")
         plan = _plan_of(step)
         if plan is None or hidden_states.dtype != torch.bfloat16:
             return type(self._module).forward(self._module, hidden_states, *args, **options)
@@ -127,7 +127,8 @@ class TargetLayers:
         self._module = module
 
     def __call__(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-        step, module = options.get("paged_step"), self._module
+        module: Any = self._module
+        step: Any = options.get("paged_step")
         plan = _plan_of(step)
         if plan is None or input_ids is None or module.dtype != torch.bfloat16:
             return type(module).forward(module, input_ids, **options)
