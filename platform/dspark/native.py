@@ -11,7 +11,8 @@ import platform
 import re
 import shutil
 import subprocess
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from array import array
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ class LayersCall(Structure):
     ]
 
 
+class Schedule(Structure):
+    """`schedule.h: Schedule`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("num_requests", "prefill_tokens")),
+        *((name, c_void_p) for name in ("survival", "offsets", "fixed", "verify_s", "padded")),
+        ("others_s", c_double),
+    ]
+
+
 class Kernels:
     """The loaded kernels. They trust their arguments: the callers check types, devices, shapes and strides.
 
@@ -94,6 +105,10 @@ class Kernels:
         self._attention.argtypes, self._attention.restype = [POINTER(Batch), POINTER(Attention)], None
         self._argmax = functions.dspark_argmax
         self._argmax.argtypes, self._argmax.restype = [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int32], None
+        self._allocate, self._choose_drafting = functions.dspark_allocate, functions.dspark_choose_drafting
+        self._allocate.argtypes = [POINTER(Schedule), c_double, c_int64, c_int64, c_void_p]
+        self._choose_drafting.argtypes = [POINTER(Schedule), c_void_p, c_void_p, c_double, c_int32, c_void_p]
+        self._allocate.restype = self._choose_drafting.restype = c_int32
         self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
         if not self.has_products:
             return
@@ -127,6 +142,22 @@ class Kernels:
             out.data_ptr(),
             torch.get_num_threads(),
         )
+
+    def allocate(self, step: Schedule, *, draft_s: float, capacity: int | None, floor: int) -> list[int] | None:
+        """`PrefixScheduler.allocate`; None when a row or a fixed length is not sound."""
+        lengths = array("i", bytes(4 * step.num_requests))
+        most = -1 if capacity is None else max(0, capacity)
+        is_sound = self._allocate(byref(step), draft_s, most, floor, lengths.buffer_info()[0])
+        return lengths.tolist() if is_sound else None
+
+    def choose_drafting(
+        self, step: Schedule, *, is_free: bytes, draft_s: int, min_gain: float, most_tried: int
+    ) -> list[bool] | None:
+        """`prefix_scheduler.choose_drafting`; None as above. is_free: a byte per request; draft_s: where its table is."""
+        drafted = array("B", bytes(step.num_requests))
+        address = drafted.buffer_info()[0]
+        is_sound = self._choose_drafting(byref(step), is_free, draft_s, min_gain, most_tried, address)
+        return [bool(is_drafted) for is_drafted in drafted] if is_sound else None
 
     def layers(self, call: LayersCall, batch: Batch) -> None:
         """Decoder layers, from what the first is given to what the last gives."""

@@ -1,6 +1,7 @@
 // What Python calls, by plain C names and addresses: nothing of PyTorch's is compiled in, which keeps the build to
 // seconds and the result usable by every version of it.
 #include "layer.h"
+#include "schedule.h"
 
 using namespace dspark;
 
@@ -40,6 +41,15 @@ void dspark_argmax(const void* rows, int is_bf16, int64_t num_rows, int64_t colu
     out[i] = is_bf16 ? largest_of(static_cast<const bf16*>(rows) + i * columns, columns)
                      : largest_of(static_cast<const float*>(rows) + i * columns, columns);
   });
+}
+
+int dspark_allocate(const Schedule* step, double draft_s, int64_t capacity, int64_t floor, int32_t* lengths) {
+  return allocate(*step, draft_s, capacity, floor, lengths);
+}
+
+int dspark_choose_drafting(const Schedule* step, const uint8_t* is_free, const double* draft_s, double min_gain,
+                           int most_tried, uint8_t* drafted) {
+  return choose_drafting(*step, is_free, draft_s, min_gain, most_tried, drafted);
 }
 
 #if DSPARK_BF16_DOT

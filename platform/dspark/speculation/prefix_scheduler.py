@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.quick_scheduler import FixedLengths, quick_allocate, quick_choice
 
 ROUNDING = 1e-6
 """Survival may rise by so much from slot to slot before it counts as no cumulative product."""
 
 MAX_SIZES_TRIED = 32
 """Above so many requests the number to draft is searched in two passes, coarse then fine."""
-
-FixedLengths = Sequence[int | None]
 
 
 class PrefixScheduler:
@@ -63,6 +62,17 @@ class PrefixScheduler:
         """
         if not survival:
             return []
+        decided = quick_allocate(
+            survival,
+            curve,
+            prefill_tokens=prefill_tokens,
+            draft_s=draft_s,
+            capacity=capacity,
+            floor=floor,
+            fixed=fixed,
+        )
+        if decided is not None:
+            return decided
         step = _rank(survival, fixed, prefill_tokens)
         num_fixed = int(step.lengths.sum())
         slots = step.slots if capacity is None else step.slots[: max(0, capacity - num_fixed)]
@@ -96,6 +106,17 @@ def choose_drafting(
     """
     if not expected_survival:
         return []
+    decided = quick_choice(
+        expected_survival,
+        curve,
+        prefill_tokens=prefill_tokens,
+        fixed=fixed,
+        is_free=is_free,
+        min_gain=min_gain,
+        most_tried=MAX_SIZES_TRIED,
+    )
+    if decided is not None:
+        return decided
     step = _rank(expected_survival, fixed, prefill_tokens)
     free = np.zeros(len(expected_survival), dtype=np.bool_) if is_free is None else np.array(is_free, dtype=np.bool_)
     is_forced = (step.lengths > 0) & ~free
