@@ -153,7 +153,7 @@ class Kernels:
     def choose_drafting(
         self, step: Schedule, *, is_free: bytes, draft_s: int, min_gain: float, most_tried: int
     ) -> list[bool] | None:
-        """`prefix_scheduler.choose_drafting`; None as above. is_free: a byte per request; draft_s: where its table is."""
+        """`prefix_scheduler.choose_drafting`; None as above. is_free: a byte each; draft_s: address of its table."""
         drafted = array("B", bytes(step.num_requests))
         address = drafted.buffer_info()[0]
         is_sound = self._choose_drafting(byref(step), is_free, draft_s, min_gain, most_tried, address)

@@ -31,9 +31,11 @@ class EngineConfig(Config):
     """Prompt and output of one request together; None takes what the target was made for."""
     verify_length: int | None = Field(None, ge=0)
     """Draft tokens verified per request and step; None lets the scheduler decide, which needs a cost curve."""
-    min_gain: float = Field(0.12, ge=0)
-    """Share by which drafting must be expected to raise tokens per second, else the batch decodes plainly. Curve and
-    estimates are no more exact than a tenth on a machine that others share; lower it on one that is yours alone."""
+    min_gain: float = Field(0.02, ge=0)
+    """Share by which drafting must be expected to raise tokens per second, else the batch decodes plainly."""
+    correct_curve: bool = True
+    """Hold the cost curve to what steps are seen to take: a curve is measured once, and drifts on a machine that others
+    share. Off, the scheduler goes by the curve as it was measured."""
     deterministic: bool = False
     """Give a token the same logits, to the last bit, whatever is computed beside it: greedy and seeded output is then
     the same with and without speculation, alone and in company, in bfloat16 too. Where whole layers run on our CPU
@@ -45,8 +47,9 @@ class EngineConfig(Config):
     decides: on a CPU there is nothing to gain."""
     lookup: LookupConfig | None = None
     """Copy what the text repeats before the drafter is asked; None asks the drafter alone."""
-    probe_every: int = Field(64, ge=1)
-    """Steps after which a request that is not worth drafting for is tried again."""
+    probe_every: int = Field(16, ge=1)
+    """Steps after which a request that was not worth drafting for may be tried again: once a hundredth of the time pays
+    for it, and not where even a very good proposal would be of no use."""
     cuda_graphs: bool | None = None
     """Replay decode and verify steps as CUDA graphs, padded to one of a few sizes. None does so where it can be done,
     on a CUDA device with attention that can be captured, and says in the log where it cannot; true refuses to start

@@ -53,12 +53,13 @@ class Draws:
         """One per request, as long as it asked for. confidence_logits: [R, l] float32."""
         columns, token_ids = torch.stack(self._columns, dim=1), torch.stack(self.token_ids, dim=1)
         probs = dict(zip(self._sampled, torch.stack(self._probs, dim=1), strict=True)) if self._sampled else {}
+        confidences = None if confidence_logits is None else confidence_logits.cpu()  # where they are weighed
         support = None if self._is_whole_vocabulary else self._d2t
         return [
             Proposal(
                 token_ids=token_ids[i],
                 probs=probs.get(i),
-                confidence_logits=None if confidence_logits is None else confidence_logits[i],
+                confidence_logits=None if confidences is None else confidences[i],
                 support=support,
                 columns=None if support is None else columns[i],
             ).first(request.max_tokens)

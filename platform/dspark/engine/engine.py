@@ -66,6 +66,7 @@ class Engine:
             has_confidence=drafts is not None and drafts.has_confidence,
             min_gain=config.min_gain,
             lagged_prior=self._prior if config.lagged_capacity else None,
+            corrects_curve=config.correct_curve,
         )
         self._target = deterministic(target) if config.deterministic else target
         self._drafts = drafts
@@ -180,7 +181,7 @@ class Engine:
             self.policy.choose_copies(decoding, self._lookup)
         prefill_tokens = sum(len(work.piece.token_ids) for work in reading)
         self.policy.room = self.config.max_batch_tokens - prefill_tokens - len(decoding)
-        proposals = self._propose(decoding, self.policy.choose(decoding, prefill_tokens=prefill_tokens))
+        proposals = self._propose(decoding, wanted := self.policy.choose(decoding, prefill_tokens=prefill_tokens))
         lengths = self.policy.verify_lengths(decoding, proposals, prefill_tokens=prefill_tokens)
         works = reading + [
             decode(running, proposal.first(length))
@@ -188,7 +189,7 @@ class Engine:
         ]
         clock_s.append(time.perf_counter())
         batch = self._target.flatten([work.piece for work in works])
-        return Launched(works, batch, self._target.run(batch), clock_s)
+        return Launched(works, batch, self._target.run(batch), clock_s, sum(length > 0 for length in wanted))
 
     def _finish(self, launched: Launched) -> list[StepOutput]:
         """Wait for what the target says, and commit it."""
@@ -196,7 +197,15 @@ class Engine:
         verdicts, logprobs = self._decide(works, batch, output)
         verified_at = time.perf_counter()
         outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
-        self.stats.add_step(batch.num_tokens, [*launched.clock_s, verified_at, time.perf_counter()])
+        clock_s = [*launched.clock_s, verified_at, time.perf_counter()]
+        self.stats.add_step(batch.num_tokens, clock_s)
+        self.policy.note_step(
+            num_tokens=batch.num_tokens,
+            num_requests=len(works),
+            num_drafted=launched.num_drafted,
+            draft_s=clock_s[1] - clock_s[0],
+            verify_s=clock_s[3] - clock_s[1],
+        )
         return outputs
 
     def _decide(

@@ -27,10 +27,12 @@ class PriorEstimate:
     """
 
     def __init__(self, *, first_guess: float = FIRST_GUESS, pseudo_rounds: float = PRIOR_ROUNDS) -> None:
+        self.num_counted = 0  # times that anything was counted: what was made of the estimate before is out of date
         self._first_guess = first_guess
         self._pseudo_rounds = pseudo_rounds
         self._reached: list[float] = []
         self._accepted: list[float] = []
+        self._known: tuple[int, list[float]] = (-1, [])
 
     def update(self, num_proposed: int, num_accepted: int) -> None:
         """Count one round."""
@@ -42,6 +44,7 @@ class PriorEstimate:
 
     def _count(self, slots: Iterable[tuple[float, float]]) -> None:
         """Per slot, the share of a round that reached it and the share that stood."""
+        self.num_counted += 1
         for k, (reached, accepted) in enumerate(slots):
             if k == len(self._reached):
                 self._reached.append(0.0)
@@ -51,6 +54,13 @@ class PriorEstimate:
 
     def conditional(self, num_slots: int) -> list[float]:
         """Conditional acceptance of slots 0..num_slots-1."""
+        counted, known = self._known  # asked for by every request of a step
+        if counted != self.num_counted or len(known) < num_slots:
+            known = self._estimated(num_slots)
+            self._known = self.num_counted, known
+        return known[:num_slots]
+
+    def _estimated(self, num_slots: int) -> list[float]:
         guess = self._first_guess
         estimates = []
         for k in range(num_slots):
@@ -78,6 +88,7 @@ class AcceptanceEstimate:
         self._pseudo_rounds = pseudo_rounds
         self._reached: list[float] = []
         self._accepted: list[float] = []
+        self._known: tuple[int, list[float]] = (-1, [])
 
     def update(self, num_proposed: int, num_accepted: int) -> None:
         """Take a verified round in; one without a proposal says nothing."""
@@ -108,7 +119,11 @@ class AcceptanceEstimate:
 
     def survival(self, num_slots: int) -> list[float]:
         """Survival of slots 0..num_slots-1, non-increasing."""
-        return list(accumulate(self.conditional(num_slots), mul))
+        counted, known = self._known  # a round of this request is counted in the prior as well
+        if counted != self._prior.num_counted or len(known) != num_slots:
+            known = list(accumulate(self.conditional(num_slots), mul))
+            self._known = self._prior.num_counted, known
+        return known
 
 
 def _judged(num_proposed: int, num_accepted: int) -> list[bool]:

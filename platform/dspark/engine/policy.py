@@ -1,15 +1,15 @@
 """The two decisions of a step, as values: who is drafted for, and how many draft tokens each verifies."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
-import torch
-
+from dspark.engine.curve_correction import CurveCorrection
 from dspark.engine.estimates import ConfidenceDrift, PriorEstimate
 from dspark.engine.lagged_capacity import LaggedCapacity, Members, Picture
 from dspark.engine.lookup import Lookup
+from dspark.engine.probing import Probing
 from dspark.engine.running import DecodingMode, RunningRequest
-from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival
+from dspark.speculation.calibration import Calibration, SlotScales, survival_of
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
 from dspark.speculation.proposal import Proposal
@@ -41,8 +41,11 @@ class SpeculationPolicy:
         has_confidence: bool,
         min_gain: float = 0.0,
         lagged_prior: PriorEstimate | None = None,
+        corrects_curve: bool = False,
     ) -> None:
-        """lagged_prior: what is known of all requests' drafts, where the capacity is the lagged one; else None."""
+        """corrects_curve: hold the curve to what steps are seen to take. lagged_prior: what is known of all requests'
+        drafts, where the capacity is the lagged one; else None.
+        """
         if verify_length is not None and not 0 <= verify_length <= block_size:
             raise ValueError(f"verify_length {verify_length} is outside of the drafter's block; use 0..{block_size}")
         if block_size and curve is None and verify_length is None:
@@ -53,7 +56,6 @@ class SpeculationPolicy:
         self.curve = curve
         self.calibration = calibration
         self.verify_length = verify_length
-        self.probe_every = probe_every
         self.has_confidence = has_confidence
         self.min_gain = min_gain
         self.capacity: int | None = None
@@ -63,6 +65,8 @@ class SpeculationPolicy:
         self._lagged = None
         if lagged_prior is not None and curve is not None:
             self._lagged = LaggedCapacity(curve, block_size=block_size)
+        self._correction = CurveCorrection(curve) if corrects_curve and curve is not None else None
+        self._probing = Probing(every=probe_every, length=PROBE_LENGTH)
         self._scheduler = PrefixScheduler()
         self._drift = {mode: ConfidenceDrift() for mode in get_args(DecodingMode)}
 
@@ -106,21 +110,30 @@ class SpeculationPolicy:
         chosen = choose_drafting(
             expected, self.curve, prefill_tokens=prefill_tokens, fixed=fixed, is_free=is_free, min_gain=self.min_gain
         )
-        open_ones = [running for running, length in zip(decoding, fixed, strict=True) if length is None]
-        probed = self._is_probe_due(running for running in open_ones if not running.is_copied)
+        for place in self._probing.choose(
+            decoding,
+            expected,
+            limits,
+            self.curve,
+            chosen=chosen,
+            fixed=fixed,
+            is_free=is_free,
+            prefill_tokens=prefill_tokens,
+        ):
+            decoding[place].is_probed = True
         kept = zip(expected, chosen, is_free, strict=True)
         rows = [row if is_chosen or is_copied else [] for row, is_chosen, is_copied in kept]
-        lengths = self._lengths(rows, fixed, prefill_tokens, num_drafted=sum(chosen))
+        lengths = self._lengths(rows, fixed, prefill_tokens, num_drafted=sum(chosen)) if any(chosen) else fixed
         wanted = []
         for i, running in enumerate(decoding):
             forced = fixed[i]
-            running.is_probed = forced is None and not (chosen[i] or is_free[i]) and probed and self._is_stale(running)
             if is_free[i]:
                 wanted.append(0)
             elif forced is not None:
                 wanted.append(forced)
             else:
-                wanted.append(min(limits[i], self._drafted(lengths[i])) if chosen[i] or running.is_probed else 0)
+                is_drafted = chosen[i] or running.is_probed
+                wanted.append(min(limits[i], self._drafted(lengths[i] or 0)) if is_drafted else 0)
         return wanted
 
     def verify_lengths(
@@ -138,6 +151,24 @@ class SpeculationPolicy:
             self._lagged.note(Picture(rows, self._lagged_prior.survival(self.block_size)))
         return lengths
 
+    def note_step(
+        self, *, num_tokens: int, num_requests: int, num_drafted: int, draft_s: float, verify_s: float
+    ) -> None:
+        """What a step took: see `CurveCorrection.note`."""
+        if self._correction is None:
+            return
+        has_changed = self._correction.note(
+            num_tokens=num_tokens,
+            num_requests=num_requests,
+            num_drafted=num_drafted,
+            draft_s=draft_s,
+            verify_s=verify_s,
+        )
+        if has_changed:
+            self.curve = self._correction.curve
+            if self._lagged is not None:
+                self._lagged.curve = self.curve
+
     def prepare(self) -> None:
         """Settle what the next step's decisions take from the past, while this one computes."""
         if self._lagged is not None:
@@ -150,18 +181,13 @@ class SpeculationPolicy:
         ]
         for running in drafted:
             running.confident_survival = None
-        for mode, drift in self._drift.items():
-            group = [
-                i
-                for i, (running, proposal) in enumerate(zip(drafted, proposals, strict=True))
-                if running.mode == mode and proposal.confidence_logits is not None and proposal.num_tokens
-            ]
-            if group:
-                temperature = 0.0 if mode == "greedy" else 1.0
-                scales = None if self.calibration is None else self.calibration.for_mode(temperature)
-                for i, row in zip(group, self._from_confidence(proposals, group, scales), strict=True):
-                    drafted[i].confident_survival = row
-                    rows[i] = drift.corrected(row)
+        for i, (running, proposal) in enumerate(zip(drafted, proposals, strict=True)):
+            if proposal.confidence_logits is None or not proposal.num_tokens:
+                continue
+            scales = None if self.calibration is None else self._scales(running)
+            row = survival_of(proposal.confidence_logits.tolist(), scales)
+            running.confident_survival = row
+            rows[i] = self._drift[running.mode].corrected(row)
         return rows
 
     def learn(self, running: RunningRequest, num_verified: int, num_accepted: int) -> None:
@@ -259,24 +285,9 @@ class SpeculationPolicy:
     def _fitting(self, running: RunningRequest, length: int) -> int:
         return max(0, min(length, running.room, self.block_size)) if running.is_draftable else 0
 
-    def _is_stale(self, running: RunningRequest) -> bool:
-        return 2 * running.steps_undrafted >= self.probe_every
-
-    def _is_probe_due(self, open_ones: Iterable[RunningRequest]) -> bool:
-        """Stale requests are probed together: a pass of the drafter costs nearly the same for one as for all."""
-        return any(running.steps_undrafted >= self.probe_every for running in open_ones)
-
-    def _from_confidence(
-        self, proposals: Sequence[Proposal], group: Sequence[int], scales: SlotScales | None
-    ) -> list[list[float]]:
-        """Rows of the group's proposals, all in one tensor operation."""
-        logits = torch.zeros(len(group), max(proposals[i].num_tokens for i in group))
-        for row, i in zip(logits, group, strict=True):
-            confidence = proposals[i].confidence_logits
-            assert confidence is not None
-            row[: confidence.numel()] = confidence
-        survival = calibrated_survival(logits, scales).tolist()
-        return [values[: proposals[i].num_tokens] for values, i in zip(survival, group, strict=True)]
+    def _scales(self, running: RunningRequest) -> SlotScales | None:
+        assert self.calibration is not None
+        return self.calibration.for_mode(0.0 if running.mode == "greedy" else 1.0)
 
 
 def _likely(survival: Sequence[float]) -> int:

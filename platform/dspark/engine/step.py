@@ -61,12 +61,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that the target has begun with. clock_s: at its start, and when all was drafted."""
+    """A step that the target has begun with. clock_s: at its start, and when all was drafted. num_drafted: requests
+    that the drafter was asked for."""
 
     works: list[Work]
     batch: FlatBatch
     output: TargetOutput
     clock_s: list[float]
+    num_drafted: int
 
 
 def read_prompt(running: RunningRequest, max_tokens: int) -> Work:

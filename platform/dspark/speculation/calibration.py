@@ -5,7 +5,10 @@ is ours: a temperature stretches a logit, but cannot lower confidences on both s
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from dspark.provenance import read_json, require_same, write_json
 from dspark.storage import Location, locate
 
 MODES = ("greedy", "sampled")
+LARGEST_EXPONENT = 700.0  # of e, in float64
 CALIBRATE_REMEDY = "run jobs/calibrate.py for this drafter"
 
 
@@ -105,6 +109,15 @@ class Calibration:
         return calibration
 
 
+def survival_of(logits: Sequence[float], scales: SlotScales | None) -> list[float]:
+    """`calibrated_survival` of one proposal, which is its slow twin: a few numbers are soonest done one by one."""
+    if scales is not None:
+        _check_slots(len(logits), scales)
+        logits = [x / t + b for x, t, b in zip(logits, scales.temperatures, scales.shifts, strict=False)]
+    confidences = (1.0 / (1.0 + math.exp(min(-x, LARGEST_EXPONENT))) for x in logits)
+    return list(accumulate(confidences, mul))
+
+
 def calibrated_survival(logits: Tensor | ArrayLike, scales: SlotScales | None) -> Tensor:
     """Probability that slots 0..k all stand: prod of sigmoid(logit_i / T_i + b_i) over i <= k, [..., l] float64.
 
@@ -113,8 +126,12 @@ def calibrated_survival(logits: Tensor | ArrayLike, scales: SlotScales | None) -
     values = torch.as_tensor(logits).double()
     if scales is not None:
         num_slots = values.shape[-1]
-        if num_slots > len(scales):
-            raise ValueError(f"{num_slots} slots but {len(scales)} temperatures; {CALIBRATE_REMEDY}")
+        _check_slots(num_slots, scales)
         temperatures, shifts = (values.new_tensor(v[:num_slots]) for v in (scales.temperatures, scales.shifts))
         values = values / temperatures + shifts
     return values.sigmoid().cumprod(-1)
+
+
+def _check_slots(num_slots: int, scales: SlotScales) -> None:
+    if num_slots > len(scales):
+        raise ValueError(f"{num_slots} slots but {len(scales)} temperatures; {CALIBRATE_REMEDY}")

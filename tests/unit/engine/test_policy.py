@@ -8,6 +8,7 @@ import torch
 from dspark.attention.page_pool import PageTable
 from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
 from dspark.engine.policy import NUM_AHEAD, PROBE_LENGTH, SpeculationPolicy
+from dspark.engine.probing import MOST_PROBED, PROBE_SHARE
 from dspark.engine.running import RunningRequest
 from dspark.engine.sampling import SamplingParams
 from dspark.speculation.cost_curve import CostCurve
@@ -16,6 +17,7 @@ from tiny_engine import request
 
 FLAT = CostCurve((1, 256), (1.0, 1.001))
 DEAR = CostCurve((1, 256), (1.0, 512.0))
+DRAFTING = CostCurve((1, 256), (1.0, 2.0), (1, 8), (0.1, 0.12))
 BLOCK = 7
 
 
@@ -91,23 +93,64 @@ def test_no_more_is_verified_than_fits_beside_the_steps_other_tokens() -> None:
     assert chooser.choose([everyone[0]], prefill_tokens=0)[0] <= NUM_AHEAD
 
 
-def test_where_verifying_is_dear_everyone_decodes_plainly_and_is_probed_together() -> None:
-    chooser, everyone = policy(curve=DEAR), [running(), running()]
-    assert chooser.choose(everyone, prefill_tokens=0) == [0, 0]
-    everyone[0].steps_undrafted, everyone[1].steps_undrafted = 5, 3
-    assert all(length > 0 for length in chooser.choose(everyone, prefill_tokens=0))
-    everyone[1].steps_undrafted = 1
-    lengths = chooser.choose(everyone, prefill_tokens=0)
-    assert lengths[0] > 0
-    assert lengths[1] == 0
+def failing(**options: Any) -> RunningRequest:
+    """A request whose draft tokens have all been wrong."""
+    made = running(max_tokens=10_000, **options)
+    for _ in range(20):
+        made.estimate.update(BLOCK, 0)
+    return made
+
+
+def steps_until_probed(chooser: SpeculationPolicy, everyone: list[RunningRequest]) -> tuple[int, list[int]]:
+    """Steps that nobody was drafted for, and what was asked for in the first one where somebody was."""
+    for step in range(1000):
+        wanted = chooser.choose(everyone, prefill_tokens=0)
+        if any(wanted):
+            return step, wanted
+        for one in everyone:
+            one.steps_undrafted += 1
+    return 1000, []
+
+
+def test_probes_cost_a_hundredth_of_the_time_and_those_who_wait_are_probed_together() -> None:
+    chooser, everyone = policy(curve=DRAFTING), [failing(), failing(), failing(verify_length=0)]
+    num_steps, wanted = steps_until_probed(chooser, everyone)
+    cost_s = DRAFTING.draft_seconds(2) + DRAFTING.verify_seconds(3 + 2 * PROBE_LENGTH) - DRAFTING.verify_seconds(3)
+    assert wanted == [NUM_AHEAD, NUM_AHEAD, 0]
+    num_waited = num_steps - 5 + 1  # before, nobody was due
+    assert num_waited * PROBE_SHARE * DRAFTING.verify_seconds(3) == pytest.approx(cost_s, rel=0.1)
+
+
+def test_no_more_than_a_few_are_probed_at_once_those_first_that_waited_longest() -> None:
+    everyone = [failing() for _ in range(3 * MOST_PROBED)]
+    for place in (2, 5):
+        everyone[place].steps_undrafted = 100
+    _, wanted = steps_until_probed(policy(curve=DRAFTING), everyone)
+    assert sum(length > 0 for length in wanted) == MOST_PROBED
+    assert wanted[2] > 0
+    assert wanted[5] > 0
+
+
+def test_nobody_is_probed_where_even_the_best_would_not_pay() -> None:
+    assert steps_until_probed(policy(curve=DEAR), [failing(), failing()]) == (1000, [])
 
 
 @pytest.mark.parametrize(("has_confidence", "expected"), [(True, 0), (False, PROBE_LENGTH)])
 def test_a_probe_without_confidences_is_verified_or_nothing_would_be_learnt(has_confidence, expected) -> None:
-    chooser, one = policy(curve=DEAR, has_confidence=has_confidence), running()
-    one.steps_undrafted = 5
-    chooser.choose([one], prefill_tokens=0)
-    assert chooser.allocate([one], [[0.2, 0.1, 0.05]], prefill_tokens=0) == [expected]
+    chooser, one = policy(curve=DRAFTING, has_confidence=has_confidence), failing()
+    steps_until_probed(chooser, [one])
+    assert chooser.allocate([one], [[0.002, 0.001, 0.0005]], prefill_tokens=0) == [expected]
+
+
+def test_a_curve_of_another_pace_is_corrected_by_what_steps_take() -> None:
+    curve = CostCurve((1, 2, 8), (1.0, 1.1, 1.7), (1, 8), (0.2, 0.3))
+    seen, kept = policy(curve=curve, corrects_curve=True), policy(curve=curve)
+    for chooser in (seen, kept):
+        assert chooser.choose([running()], prefill_tokens=0)[0] > 0
+        for _ in range(300):  # drafting takes six times as long
+            chooser.note_step(num_tokens=2, num_requests=1, num_drafted=1, draft_s=1.2, verify_s=1.1)
+    assert seen.choose([running()], prefill_tokens=0) == [0]
+    assert kept.choose([running()], prefill_tokens=0)[0] > 0
 
 
 def test_a_gain_too_small_to_be_sure_of_is_left() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from dspark.errors import Mismatch
 from dspark.provenance import read_json, write_json
-from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival
+from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival, survival_of
 
 # Survival
 
@@ -110,3 +110,15 @@ def test_a_broken_file_is_named(tmp_path, content: object) -> None:
     write_json(path, content)
     with pytest.raises(ValueError, match=r"calibration\.json: not a calibration"):
         Calibration.load(path)
+
+
+@pytest.mark.parametrize("scales", [None, SlotScales((0.5, 1.0, 2.0), (-1.0, 0.0, 1.0))])
+@pytest.mark.parametrize("num_slots", [0, 1, 3])
+def test_one_by_one_survival_equals_that_of_tensors(scales: SlotScales | None, num_slots: int) -> None:
+    for seed in range(20):
+        logits = 5 * torch.randn(num_slots, generator=torch.Generator().manual_seed(seed))
+        expected = calibrated_survival(logits, scales).tolist()
+        assert survival_of(logits.tolist(), scales) == pytest.approx(expected, rel=1e-12)
+    assert survival_of([-math.inf, 3.0], None)[0] == pytest.approx(0.0, abs=1e-300)
+    with pytest.raises(ValueError, match="4 slots but 3 temperatures"):
+        survival_of([0.0] * 4, SlotScales((1.0,) * 3, (0.0,) * 3))

@@ -40,7 +40,11 @@ def by_both(monkeypatch: pytest.MonkeyPatch, decide: Callable[[], Any]) -> tuple
 def test_lengths_equal_those_of_the_twin(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     survival, curve, options = random_step(seed)
     rng = random.Random(seed)
-    options |= {"draft_s": rng.choice([0.0, 0.25]), "floor": rng.choice([0, 0, 3]), "capacity": rng.choice([None, 0, 6])}
+    options |= {
+        "draft_s": rng.choice([0.0, 0.25]),
+        "floor": rng.choice([0, 0, 3]),
+        "capacity": rng.choice([None, 0, 6]),
+    }
     fast, slow = by_both(monkeypatch, lambda: allocate(survival, curve, **options))
     assert fast == slow
 

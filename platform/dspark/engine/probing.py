@@ -1,0 +1,69 @@
+"""Whom to draft for although nothing says that it pays: to see whether it would.
+
+A request that is not drafted for teaches nothing, so some are, now and then. That may cost a hundredth of the time, and
+nothing at all where the best that could be found would not pay: a full batch is left in peace.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, repeat
+from operator import mul
+
+from dspark.engine.running import RunningRequest
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.prefix_scheduler import FixedLengths, choose_drafting
+
+PROBE_SHARE = 0.01  # of the time of the steps in which somebody waits to be probed
+MOST_PROBED = 4  # at once: a pass of the drafter costs nearly the same for one as for a few
+HOPE = 0.9  # conditional acceptance of a request that would be worth finding
+
+
+class Probing:
+    """Saves up the time that probes may take. every: steps after which a request that is not drafted for is due."""
+
+    def __init__(self, *, every: int, length: int) -> None:
+        self._every = every
+        self._length = length
+        self._saved_s = 0.0
+
+    def choose(
+        self,
+        decoding: Sequence[RunningRequest],
+        expected: Sequence[Sequence[float]],
+        limits: Sequence[int],
+        curve: CostCurve,
+        *,
+        chosen: Sequence[bool],
+        fixed: FixedLengths,
+        is_free: Sequence[bool],
+        prefill_tokens: int,
+    ) -> list[int]:
+        """Places of the requests to probe in this step, those that waited longest; mostly none.
+
+        expected, limits: of each request's draft tokens, survival and most. chosen: who is drafted for anyhow.
+        """
+        due = [
+            place
+            for place, running in enumerate(decoding)
+            if running.steps_undrafted >= self._every
+            and limits[place]
+            and fixed[place] is None
+            and not (chosen[place] or is_free[place])
+        ]
+        if not due:
+            return []
+        due = sorted(due, key=lambda place: -decoding[place].steps_undrafted)[:MOST_PROBED]
+        tokens = len(decoding) + prefill_tokens
+        step_s = curve.verify_seconds(tokens)
+        probed_s = curve.verify_seconds(tokens + len(due) * self._length)
+        cost_s = curve.draft_seconds(len(due)) + probed_s - step_s
+        self._saved_s = min(self._saved_s + PROBE_SHARE * step_s, cost_s)
+        if self._saved_s < cost_s:
+            return []
+        rows = [*expected]
+        for place in due:
+            rows[place] = list(accumulate(repeat(HOPE, limits[place]), mul))
+        hopeful = choose_drafting(rows, curve, prefill_tokens=prefill_tokens, fixed=fixed, is_free=is_free)
+        if not any(hopeful[place] for place in due):
+            return []
+        self._saved_s = 0.0
+        return due

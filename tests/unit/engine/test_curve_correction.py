@@ -1,0 +1,54 @@
+"""The curve follows what steps take, each part by itself, and is not led astray by what will not last."""
+
+import random
+
+import pytest
+
+from dspark.engine.curve_correction import FARTHEST, CurveCorrection
+from dspark.speculation.cost_curve import CostCurve
+
+MEASURED = CostCurve((1, 8, 64), (1.0, 1.4, 4.0), (1, 8), (0.2, 0.3), request_s=0.05)
+
+
+def note(correction: CurveCorrection, *, verifying: float, drafting: float, steps: int = 300) -> None:
+    """Steps that take so many times what was measured, with a tenth of noise."""
+    rng = random.Random(0)
+    for _ in range(steps):
+        num_requests = rng.randint(1, 8)
+        num_tokens = num_requests * rng.randint(1, 8)
+        predicted_s = MEASURED.verify_seconds(num_tokens) + (num_requests - 1) * MEASURED.request_s
+        correction.note(
+            num_tokens=num_tokens,
+            num_requests=num_requests,
+            num_drafted=num_requests,
+            draft_s=drafting * rng.uniform(0.9, 1.1) * MEASURED.draft_seconds(num_requests),
+            verify_s=verifying * rng.uniform(0.9, 1.1) * predicted_s,
+        )
+
+
+def test_each_part_follows_by_a_factor_of_its_own() -> None:
+    correction = CurveCorrection(MEASURED)
+    note(correction, verifying=1.5, drafting=0.5)
+    assert correction.curve.verify_seconds(20) == pytest.approx(1.5 * MEASURED.verify_seconds(20), rel=0.05)
+    assert correction.curve.request_s == pytest.approx(1.5 * MEASURED.request_s, rel=0.05)
+    assert correction.curve.draft_seconds(5) == pytest.approx(0.5 * MEASURED.draft_seconds(5), rel=0.05)
+
+
+def test_a_curve_that_is_right_stays_the_same_object() -> None:
+    correction = CurveCorrection(MEASURED)
+    note(correction, verifying=1.0, drafting=1.0)
+    assert correction.curve is MEASURED
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    correction = CurveCorrection(MEASURED)
+    note(correction, verifying=1.0, drafting=1.0)
+    correction.note(num_tokens=8, num_requests=1, num_drafted=1, draft_s=1.5, verify_s=7.0)
+    assert correction.curve.verify_seconds(8) == pytest.approx(1.4, rel=0.05)
+    assert correction.curve.draft_seconds(1) == pytest.approx(0.2, rel=0.05)
+
+
+def test_seconds_of_another_order_are_another_machines_and_say_nothing() -> None:
+    correction = CurveCorrection(MEASURED)
+    note(correction, verifying=2 * FARTHEST, drafting=0.5 / FARTHEST)
+    assert correction.curve is MEASURED
