@@ -26,6 +26,7 @@ def allocate_slowly(
     lengths = [length or 0 for length in fixed]
     tokens = len(survival) + sum(lengths) + prefill_tokens
     tau = len(survival) + sum(sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
+    draft_s -= sunk_seconds(curve, tokens, prefill_tokens)
     heads = [(-row[0], 0, r) for r, row in enumerate(survival) if fixed[r] is None and row and row[0] > 0]
     heapq.heapify(heads)
     edge = None
@@ -48,7 +49,13 @@ def smooth_rate(
     lengths: Sequence[int], survival: Rows, curve: CostCurve, *, prefill_tokens: int = 0, draft_s: float = 0.0
 ) -> float:
     tau = len(survival) + sum(sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
-    return tau / (curve.smooth_verify_seconds(len(survival) + sum(lengths) + prefill_tokens) + draft_s)
+    sunk_s = sunk_seconds(curve, len(survival) + prefill_tokens, prefill_tokens)
+    return tau / (curve.smooth_verify_seconds(len(survival) + sum(lengths) + prefill_tokens) - sunk_s + draft_s)
+
+
+def sunk_seconds(curve: CostCurve, num_tokens: int, prefill_tokens: int) -> float:
+    """What a step's other tokens cost whatever is decided."""
+    return curve.smooth_verify_seconds(num_tokens) - curve.smooth_verify_seconds(num_tokens - prefill_tokens)
 
 
 def full_search(survival: Rows, curve: CostCurve, **options: float) -> list[int]:

@@ -75,7 +75,7 @@ class LayersCall(Structure):
     """`layer.h: LayersCall`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("hidden", "out", "cos", "sin", "layers", "keys", "values")),
+        *((name, c_void_p) for name in ("hidden", "out", "cos", "sin", "layers", "keys", "values", "outs")),
         ("num_slots", c_int64),
         *((name, c_int32) for name in ("num_layers", "has_float_angles")),
     ]

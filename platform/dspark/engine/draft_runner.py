@@ -36,23 +36,6 @@ class DraftRequest:
     position: int = 0
 
 
-def keep_pending(pending: list[Tensor], features: Tensor) -> None:
-    """Append features that are stored later, [n, m*d].
-
-    They come as a view of a whole step's. One that waits for the next step only is kept so; where more gather, each
-    would hold its own step's memory for all other requests' tokens.
-    """
-    pending.append(features)
-    if len(pending) == 2:
-        pending[0] = _by_itself(pending[0])
-    if len(pending) >= 2:
-        pending[-1] = _by_itself(pending[-1])
-
-
-def _by_itself(part: Tensor) -> Tensor:
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
-
-
 class DraftRunner(Protocol):
     """Drafts for the engine. kind: "dspark", "dflash", "ngram", …, as shown to users.
 

@@ -7,9 +7,8 @@ Legend: B rows (batch tokens), d hidden size, D head width, K key/value heads, S
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ WINDOW_OF: dict[str, Callable[[Any], int | None]] = {
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 NORM_SUFFIX = "RMSNorm"
 SILU = ("SiLUActivation", "SiLU", "NoneType")  # a drafter's feed-forward names none
+COMPUTED = "computed"  # option of a layer's call: what it has given already
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -69,10 +69,11 @@ def run_layers(
     sin: Tensor,
     plan: AttentionPlan,
     memories: Sequence[tuple[Tensor, Tensor]],
-) -> Tensor:
-    """What the last layer gives, as hidden: [..., d] of B rows. cos, sin: [..., D] bfloat16 or float32.
+    kept: Collection[int] = (),
+) -> list[Tensor]:
+    """What the last layer gives, as hidden: [..., d] of B rows; before it what the layers in `kept` give, in order.
 
-    memories: each layer's keys and values, [K, S, D].
+    cos, sin: [..., D] bfloat16 or float32. memories: each layer's keys and values, [K, S, D]. kept: not the last layer.
     """
     num_slots = memories[0][0].shape[1]
     assert hidden.numel() == plan.num_tokens * hidden.shape[-1], "a plan of another batch"
@@ -82,6 +83,7 @@ def run_layers(
     assert hidden.dtype == torch.bfloat16
     hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
     out = torch.empty_like(hidden)
+    outs = {number: torch.empty_like(hidden) for number in sorted(kept)}
     addresses = ctypes.c_void_p * len(layers)
     call = native.LayersCall(
         hidden=hidden.data_ptr(),
@@ -91,6 +93,9 @@ def run_layers(
         layers=ctypes.addressof(chosen := addresses(*(layer.address for layer in layers))),
         keys=ctypes.addressof(keys := addresses(*(pair[0].data_ptr() for pair in memories))),
         values=ctypes.addressof(values := addresses(*(pair[1].data_ptr() for pair in memories))),
+        outs=ctypes.addressof(
+            own := addresses(*(outs[i].data_ptr() if i in outs else None for i in range(len(layers))))
+        ),
         num_slots=num_slots,
         num_layers=len(layers),
         has_float_angles=int(cos.dtype == torch.float32),
@@ -98,8 +103,8 @@ def run_layers(
     available = native.kernels()
     assert available is not None
     available.layers(call, plan.batch)
-    del chosen, keys, values  # the call holds their addresses only
-    return out
+    del chosen, keys, values, own  # the call holds their addresses only
+    return [*outs.values(), out]
 
 
 class TargetLayer:
@@ -113,14 +118,17 @@ class TargetLayer:
         plan = _plan_of(step)
         if plan is None or hidden_states.dtype != torch.bfloat16:
             return type(self._module).forward(self._module, hidden_states, *args, **options)
+        if COMPUTED in options:
+            return options[COMPUTED]
         cos, sin = options["position_embeddings"]
-        return run_layers([self.fused], hidden_states, cos, sin, plan, [_memory(step, self.number)])
+        return run_layers([self.fused], hidden_states, cos, sin, plan, [_memory(step, self.number)])[-1]
 
 
 class TargetLayers:
     """Stands in for `forward` of the library's model around the layers, where all of them are fused.
 
-    Layers run in one call up to one that somebody listens to (a forward hook), which is called as the module it is.
+    They all run in one call. One that somebody listens to (a forward hook) is then called as the module it is, with
+    what it was given and with what it has given.
     """
 
     def __init__(self, module: Any) -> None:
@@ -134,16 +142,29 @@ class TargetLayers:
             return type(module).forward(module, input_ids, **options)
         hidden = module.embed_tokens(input_ids)
         cos, sin = module.rotary_emb(hidden, position_ids=options["position_ids"])
-        for is_heard, group in groupby(module.layers, key=lambda layer: bool(layer._forward_hooks)):
-            layers = list(group)
-            if is_heard:
-                for layer in layers:
-                    hidden = layer(hidden, position_embeddings=(cos, sin), paged_step=step)
-                continue
-            parts: list[TargetLayer] = [vars(layer)["forward"] for layer in layers]
-            memories = [_memory(step, part.number) for part in parts]
-            hidden = run_layers([part.fused for part in parts], hidden, cos, sin, plan, memories)
+        place = 0
+        while place < len(module.layers):
+            place, hidden = self._run_from(place, hidden, cos, sin, step)
         return BaseModelOutputWithPast(last_hidden_state=module.norm(hidden))
+
+    def _run_from(self, first: int, hidden: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> tuple[int, Tensor]:
+        """The layers from `first` on, all or up to one whose listener has changed what it gave: where it stands
+        then, and with what."""
+        layers = list(self._module.layers)[first:]
+        parts: list[TargetLayer] = [vars(layer)["forward"] for layer in layers]
+        heard = [number for number, layer in enumerate(layers) if layer._forward_hooks]
+        kept = sorted({place for number in heard for place in (number - 1, number)} - {-1, len(layers) - 1})
+        memories = [_memory(step, part.number) for part in parts]
+        plan = _plan_of(step)
+        assert plan is not None
+        given = run_layers([part.fused for part in parts], hidden, cos, sin, plan, memories, kept)
+        outputs = dict(zip([*kept, len(layers) - 1], given, strict=True)) | {-1: hidden}
+        for number in heard:
+            own = {"position_embeddings": (cos, sin), "paged_step": step, COMPUTED: outputs[number]}
+            told = layers[number](outputs[number - 1], **own)
+            if told is not outputs[number]:
+                return first + number + 1, told
+        return first + len(layers), given[-1]
 
 
 def _plan_of(step: Any) -> AttentionPlan | None:
@@ -165,7 +186,7 @@ class FusedDraftLayer:
         is_ours = isinstance(attend, BlockAttention) and isinstance(attend.plan, AttentionPlan)
         if not is_ours or h.dtype != torch.bfloat16:
             return DraftLayer.forward_flat(self._module, h, cos, sin, attend)
-        return run_layers([self._fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])
+        return run_layers([self._fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])[-1]
 
 
 def fuse_layers(model: nn.Module) -> int:

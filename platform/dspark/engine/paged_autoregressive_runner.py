@@ -26,11 +26,11 @@ from dspark.attention.page_pool import PageTable
 from dspark.attention.paged import attend, causal_mask
 from dspark.drafters.autoregressive import Attend, AutoregressiveDrafter
 from dspark.drafters.drafting import check_length
-from dspark.engine.draft_runner import DraftRequest, keep_pending
+from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.draws import Draws
+from dspark.engine.pending_features import PendingFeatures
 from dspark.speculation.proposal import Proposal
 
-MAX_PENDING_TOKENS = 256  # features of a request that is not drafted for are kept up to here, then stored
 MAX_REPEATED_ROWS = 16  # rows that every round passes over again, where fewer tokens are drafted than there are modules
 
 
@@ -44,17 +44,13 @@ class AutoregressiveMemory:
     table: PageTable
     token_ids: list[int] = field(default_factory=list)
     num_stored: int = 0
-    pending: list[Tensor] = field(default_factory=list)
+    pending: PendingFeatures = field(default_factory=PendingFeatures)
     newest_state: Tensor | None = None
-
-    @property
-    def num_pending(self) -> int:
-        return sum(part.shape[0] for part in self.pending)
 
     @property
     def num_rows(self) -> int:
         """p: rows whose features and next token are there."""
-        return min(self.num_stored + self.num_pending, len(self.token_ids) - 1)
+        return min(self.num_stored + self.pending.num_rows, len(self.token_ids) - 1)
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,8 @@ class PagedAutoregressiveRunner:
         """Keep ids and features; rows are stored when the request is drafted for, all requests' in one pass."""
         memory.token_ids += committed_ids
         if hidden is not None and hidden.shape[0]:
-            keep_pending(memory.pending, hidden)
-        if memory.num_pending > MAX_PENDING_TOKENS:
+            memory.pending.append(hidden)
+        if memory.pending.are_many:
             self.store(memory)
 
     @torch.inference_mode()
@@ -141,7 +137,7 @@ class PagedAutoregressiveRunner:
         for _, states in zip(range(draws.num_slots), passes, strict=False):
             draws.draw(self._backbone.base_logits(self._backbone.head_inputs(states)))
         for memory in memories:
-            if memory.num_pending > MAX_REPEATED_ROWS:
+            if memory.pending.num_rows > MAX_REPEATED_ROWS:
                 self.store(memory)
         return draws.proposals()
 
@@ -206,15 +202,14 @@ class PagedAutoregressiveRunner:
         count = settled - memory.num_stored
         if states is not None and count:
             memory.newest_state = states[count - 1]
-        rest = torch.cat(memory.pending)[count:].clone() if memory.pending else None  # a view would keep all of it
-        memory.pending = [] if rest is None or not rest.shape[0] else [rest]
+        memory.pending.drop_oldest(count)
         memory.num_stored = settled
 
     def _first_pass(self, memories: Sequence[AutoregressiveMemory], rows: Rows) -> Tensor:
         """States of the rows after the first module: [N, d]."""
         features, ids = [], []
         for memory, (start, stop) in zip(memories, rows.spans, strict=True):
-            features.append(torch.cat(memory.pending)[: stop - start])
+            features.append(torch.cat(memory.pending.parts)[: stop - start])
             ids += memory.token_ids[start + 1 : stop + 1]
         states = self._backbone.context_states(torch.cat(features))
         return self._advance(0, rows, torch.tensor(ids, device=self._device), states)

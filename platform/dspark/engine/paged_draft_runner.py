@@ -28,19 +28,18 @@ from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.drafting import check_length
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.layers import Attend
-from dspark.engine.draft_runner import DraftRequest, keep_pending
+from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.draws import Draws
 from dspark.engine.fused_layers import BlockAttention, fuse_draft_layers
+from dspark.engine.pending_features import PendingFeatures
 from dspark.speculation.proposal import Proposal
 
 Write = Callable[[int, Tensor, Tensor], None]  # layer, keys and values [K, n, D] of the tokens it was made for
 
-MAX_PENDING_TOKENS = 256  # features of a request that is not drafted for are kept up to here, then stored
-
 
 @dataclass
 class DraftMemory:
-    """A request's context. num_tokens: context tokens stored; pending: features not stored yet, [n, m*d] each.
+    """A request's context. num_tokens: context tokens stored; pending: features not stored yet.
 
     ring: of the layers with a window; None without such layers.
     """
@@ -48,12 +47,8 @@ class DraftMemory:
     table: PageTable
     ring: WindowRing | None = None
     num_tokens: int = 0
-    pending: list[Tensor] = field(default_factory=list)
+    pending: PendingFeatures = field(default_factory=PendingFeatures)
     newest_feature: Tensor | None = None
-
-    @property
-    def num_pending(self) -> int:
-        return sum(part.shape[0] for part in self.pending)
 
 
 class PagedDraftRunner:
@@ -121,15 +116,15 @@ class PagedDraftRunner:
 
     @torch.inference_mode()
     def store(self, memory: DraftMemory) -> None:
-        if memory.pending:
+        if memory.pending.num_rows:
             self._store([memory])
 
     def extend(self, memory: DraftMemory, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
         """Keep the features; they are stored when the request is drafted for, all requests' in one pass."""
         if hidden is None or not hidden.shape[0]:
             return
-        keep_pending(memory.pending, hidden)
-        if memory.num_pending > MAX_PENDING_TOKENS:
+        memory.pending.append(hidden)
+        if memory.pending.are_many:
             self._store([memory])
 
     @torch.inference_mode()
@@ -138,7 +133,7 @@ class PagedDraftRunner:
             return []
         for request in requests:
             check_length(request.max_tokens, self.block_size)
-        self._store([request.memory for request in requests if request.memory.pending])
+        self._store([request.memory for request in requests if request.memory.pending.num_rows])
         num_slots = max(request.max_tokens for request in requests)
         return self._draw(requests, self._block_states(requests)[:, :num_slots])
 
@@ -147,8 +142,9 @@ class PagedDraftRunner:
         if not memories:
             return
         starts = [self._take_pending(memory) for memory in memories]
-        features = self._backbone.context_features(torch.cat([part for memory in memories for part in memory.pending]))
-        stops = [start + memory.num_pending for start, memory in zip(starts, memories, strict=True)]
+        pending = torch.cat([part for memory in memories for part in memory.pending.parts])
+        features = self._backbone.context_features(pending)
+        stops = [start + memory.pending.num_rows for start, memory in zip(starts, memories, strict=True)]
         positions = [p for start, stop in zip(starts, stops, strict=True) for p in range(start, stop)]
         keys_values = self._backbone.context_keys_values(features, torch.tensor(positions, device=self._device))
         write = self._writer(memories, starts, stops)
@@ -156,14 +152,15 @@ class PagedDraftRunner:
             write(layer, keys.transpose(0, 1), values.transpose(0, 1))
         lasts = accumulate(stop - start for start, stop in zip(starts, stops, strict=True))
         for memory, stop, last in zip(memories, stops, lasts, strict=True):
-            memory.num_tokens, memory.pending, memory.newest_feature = stop, [], features[last - 1]
+            memory.num_tokens, memory.pending, memory.newest_feature = stop, PendingFeatures(), features[last - 1]
 
     def _take_pending(self, memory: DraftMemory) -> int:
         """Position of the first pending token; where all layers slide those that left every window are dropped."""
         start = memory.num_tokens
-        if all(self._is_sliding) and memory.num_pending > self._ring_slots:
-            start += memory.num_pending - self._ring_slots
-            memory.pending = [torch.cat(memory.pending)[-self._ring_slots :]]
+        if all(self._is_sliding) and memory.pending.num_rows > self._ring_slots:
+            num_gone = memory.pending.num_rows - self._ring_slots
+            memory.pending.drop_oldest(num_gone)
+            start += num_gone
         return start
 
     def _writer(self, memories: Sequence[DraftMemory], starts: Sequence[int], stops: Sequence[int]) -> Write:

@@ -25,6 +25,7 @@ struct LayersCall {
   const void *cos, *sin;  // [B, D]
   const Layer* const* layers;        // [L]
   bf16 *const *keys, *const *values;  // [L] addresses of [K, S, D]
+  bf16* const* outs;                  // [L] where a layer's own output is to be kept, [B, d]; may be null, as may each
   int64_t num_slots;
   int32_t num_layers, has_float_angles;
 };
@@ -166,6 +167,7 @@ inline void run_layers(const LayersCall& call, const Batch& batch) {
     work.width = layer.q.out + layer.k.out + layer.v.out;
     work.from = i == 0 ? call.hidden : works[i - 1].to;
     work.to = (call.num_layers - 1 - i) % 2 == 0 ? call.out : between;  // the last one gives what is asked for
+    if (call.outs != nullptr && call.outs[i] != nullptr) work.to = call.outs[i];
     at_least(buffers.normed, rows * size), at_least(buffers.hidden, rows * size);
     at_least(buffers.qkv, rows * work.width), at_least(buffers.mixed, rows * layer.o.in);
     at_least(buffers.gated, rows * layer.gate.out);

@@ -5,7 +5,8 @@ A step over B = R + sum(lengths) + prefill tokens yields tau = R + sum of a over
 every request costs its anchor and yields the target's own token, whether drafted or not.
 
 Source: DSpark §3.2.2, Alg. 1; ALGORITHMS "scheduling". Theta = tau / (T_verify(B) + T_draft), where T_verify has what
-each of R requests costs beside its tokens (`CostCurve.request_s`).
+each of R requests costs beside its tokens (`CostCurve.request_s`), and has not what the step's other tokens cost: they
+are read whatever is decided, and yield later. A step of many seconds would make any draft token seem cheap.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark.speculation.cost_curve import CostCurve
-from dspark.speculation.quick_scheduler import FixedLengths, quick_allocate, quick_choice
+from dspark.speculation.quick_scheduler import FixedLengths, other_seconds, quick_allocate, quick_choice
 
 ROUNDING = 1e-6
 """Survival may rise by so much from slot to slot before it counts as no cumulative product."""
@@ -54,7 +55,7 @@ class PrefixScheduler:
         survival: one row per request, non-increasing; an empty row is a request that was not drafted, it still costs
         one token. Row entry k may depend on draft tokens before k, never on token k itself (its own draft probability
         is no confidence). The stop follows the curve without its buckets, then the batch is filled to its bucket.
-        prefill_tokens: other tokens of the step, which yield nothing. draft_s: seconds drafting took or will take.
+        prefill_tokens: other tokens of the step. draft_s: seconds drafting took or will take.
         capacity, floor: bounds on the sum of lengths, known before the block was drafted; floor slots are admitted by
         rank without asking the curve (the capacity of the lagged form), capacity is never exceeded by a decision.
         fixed: a length that is not up for decision, or None, per request. It counts in B, tau, capacity and floor.
@@ -164,11 +165,12 @@ def best_total(
 class _Step:
     """A step before anything is decided, and the slots up for decision in the order of admission.
 
-    tokens: B with the fixed lengths alone; tau: what that yields. lengths: [R] fixed lengths, 0 where open.
-    slots: [n] float64 survival, falling and above 0; requests: [n] whose they are.
+    tokens: B with the fixed lengths alone, prefill_tokens of them others'; tau: what that yields. lengths: [R] fixed
+    lengths, 0 where open. slots: [n] float64 survival, falling and above 0; requests: [n] whose they are.
     """
 
     tokens: int
+    prefill_tokens: int
     tau: float
     lengths: NDArray[np.int64]
     slots: NDArray[np.float64]
@@ -185,6 +187,7 @@ def _rank(survival: Sequence[Sequence[float]], fixed: FixedLengths | None, prefi
     fixed_slots = table[np.arange(table.shape[1]) < lengths[:, None]]
     return _Step(
         tokens=num_requests + int(lengths.sum()) + prefill_tokens,
+        prefill_tokens=prefill_tokens,
         tau=num_requests + float(fixed_slots.sum()),
         lengths=lengths,
         slots=flat[order],
@@ -198,8 +201,8 @@ def _smooth_seconds(step: _Step, curve: CostCurve) -> NDArray[np.float64]:
 
 
 def _others_s(step: _Step, curve: CostCurve) -> float:
-    """Seconds that the requests beside the first add to the step, whatever their lengths."""
-    return (len(step.lengths) - 1) * curve.request_s
+    """Seconds that the requests beside the first add, whatever their lengths, less those of the step's other tokens."""
+    return other_seconds(curve, len(step.lengths), step.tokens, step.prefill_tokens)
 
 
 def _num_admitted(

@@ -28,6 +28,7 @@ class Step:
         self._values = array("d", chain.from_iterable(survival))
         self._offsets = array("i", accumulate(map(len, survival), initial=0))
         self._fixed = array("i", [-1 if length is None else length for length in fixed or [None] * num_requests])
+        num_tokens = num_requests + sum(max(0, length) for length in self._fixed) + prefill_tokens
         self._tables = _tables(curve, _table_size(num_requests + len(self._values) + prefill_tokens))
         self.call = native.Schedule(
             num_requests=num_requests,
@@ -37,8 +38,20 @@ class Step:
             fixed=self._fixed.buffer_info()[0],
             verify_s=self._tables[0].buffer_info()[0],
             padded=self._tables[1].buffer_info()[0],
-            others_s=(num_requests - 1) * curve.request_s,
+            others_s=other_seconds(curve, num_requests, num_tokens, prefill_tokens),
         )
+
+
+def other_seconds(curve: CostCurve, num_requests: int, num_tokens: int, prefill_tokens: int) -> float:
+    """What is added to the curve's seconds of a step: for its requests beside the first, less for its other tokens.
+
+    num_tokens: all that are sure to be in it, prefill_tokens of them others'.
+    """
+    sunk_s = 0.0
+    if prefill_tokens:
+        with_them, without = (curve.smooth_verify_seconds(n) for n in (num_tokens, num_tokens - prefill_tokens))
+        sunk_s = with_them - without
+    return (num_requests - 1) * curve.request_s - sunk_s
 
 
 def quick_allocate(

@@ -118,19 +118,33 @@ def test_a_row_gets_the_same_bits_alone_and_in_every_batch() -> None:
 
 @pytest.mark.parametrize("heard", [(), (1,), (0, 1, 2)])
 def test_layers_in_one_call_give_the_bits_of_one_after_the_other(heard: tuple[int, ...]) -> None:
-    """A layer that somebody listens to is called by itself."""
+    """With what a layer was given and has given for those who listen."""
     runner = runner_of(model_of("Qwen3", head_dim=64, use_sliding_window=True, sliding_window=9, max_window_layers=1))
     model = runner.model.model
     assert type(model.forward) is TargetLayers
     states = []
     for number in heard:
-        model.layers[number].register_forward_hook(lambda _module, _inputs, output: states.append(output.clone()))
+        model.layers[number].register_forward_hook(lambda _module, inputs, output: states.extend([*inputs, output]))
     together = read(runner)
-    assert len(states) == len(heard) * len(CUTS)
+    assert len(states) == 2 * len(heard) * len(CUTS)
     del model.forward
     one_by_one = read(runner)
     assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(states, states[len(heard) * len(CUTS) :], strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(states, states[2 * len(heard) * len(CUTS) :], strict=False))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_listener_may_change_what_a_layer_gives(number: int) -> None:
+    runner = runner_of(model_of("Llama"))
+    model = runner.model.model
+    before = read(runner)
+    hook = model.layers[number].register_forward_hook(lambda _module, _inputs, output: output * 0.5 + 1)
+    together = read(runner)
+    del model.forward
+    one_by_one = read(runner)
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(together, before, strict=True))
 
 
 def test_on_other_attention_the_layers_are_the_librarys_own() -> None:

@@ -17,7 +17,7 @@ from dspark.engine.loading import paged_runner
 from dspark.engine.policy import SpeculationPolicy
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.prefix_scheduler import PrefixScheduler, best_total
-from scheduling_toys import Rows, random_curve, random_rows
+from scheduling_toys import Rows, random_curve, random_rows, sunk_seconds
 from tiny_drafter import make_tiny_drafter
 from tiny_engine import PROMPTS, greedy_continuations, ids_of, load, make_engine, request, run
 
@@ -30,6 +30,7 @@ def best_total_slowly(survival: Rows, curve: CostCurve, *, prefill_tokens: int =
     """Every number of slots, the best ones first, at what their bucket costs."""
     slots = sorted((a for row in survival for a in row if a > 0), reverse=True)
     tokens = len(survival) + prefill_tokens
+    draft_s -= sunk_seconds(curve, tokens, prefill_tokens)
 
     def rate(number: int) -> float:
         seconds = curve.verify_seconds(tokens + number) + (len(survival) - 1) * curve.request_s + draft_s
@@ -46,11 +47,9 @@ def test_the_total_is_the_best_of_all_on_the_curves_stairs(seed: int) -> None:
     options = {"prefill_tokens": rng.choice([0, 3]), "draft_s": rng.choice([0.0, 0.25])}
     found, slow = (find(survival, curve, **options) for find in (best_total, best_total_slowly))
     slots = sorted((a for row in survival for a in row if a > 0), reverse=True)
-    rates = [
-        (len(survival) + sum(slots[:n]))
-        / (curve.verify_seconds(len(survival) + options["prefill_tokens"] + n) + options["draft_s"])
-        for n in (found, slow)
-    ]
+    tokens = len(survival) + options["prefill_tokens"]
+    others_s = options["draft_s"] - sunk_seconds(curve, tokens, options["prefill_tokens"])
+    rates = [(len(survival) + sum(slots[:n])) / (curve.verify_seconds(tokens + n) + others_s) for n in (found, slow)]
     assert rates[0] == pytest.approx(rates[1])
     assert best_total([], curve) == 0
 

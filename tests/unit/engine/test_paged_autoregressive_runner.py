@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dspark.attention.page_pool import PageTable
+from dspark.engine import pending_features
 from dspark.engine.draft_runner import DraftRequest, SequentialDraftRunner
-from dspark.engine.paged_autoregressive_runner import MAX_PENDING_TOKENS, PagedAutoregressiveRunner
+from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from random_autoregressive import AUTOREGRESSIVE_VARIANTS, random_autoregressive_drafter
 
 PAGE_SIZE = 4
@@ -146,10 +147,11 @@ def test_more_than_the_block_is_refused():
 
 
 @every_variant
-def test_a_long_prompt_is_stored_as_it_is_read(shape: dict[str, Any]):
+def test_a_long_prompt_is_stored_as_it_is_read(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     drafter = random_autoregressive_drafter(**shape).requires_grad_(False)
     paged = PagedAutoregressiveRunner(drafter, num_pages=20, page_size=32)
     twin = SequentialDraftRunner(drafter)
+    monkeypatch.setattr(pending_features, "MOST_BYTES", 256 * 4 * drafter.config.feature_size)
     memory, state = paged.new_memory(PageTable(list(range(20)), 32)), twin.new_memory(PageTable([0], 1))
     generator = torch.Generator().manual_seed(3)
     for chunk in (200, 100, 150):
@@ -157,7 +159,7 @@ def test_a_long_prompt_is_stored_as_it_is_read(shape: dict[str, Any]):
         hidden = torch.randn(chunk, drafter.config.feature_size, generator=generator)
         for runner, own in ((paged, memory), (twin, state)):
             runner.extend(own, ids, hidden)
-        assert memory.num_pending <= MAX_PENDING_TOKENS
+        assert memory.pending.num_rows <= 256
     paged.extend(memory, [7], None)
     twin.extend(state, [7], None)
     assert memory.num_stored > 0

@@ -7,8 +7,9 @@ import torch
 
 from dspark.attention.page_pool import PageTable
 from dspark.drafters.dspark import DSparkDrafter
-from dspark.engine.draft_runner import DraftRequest, SequentialDraftRunner, keep_pending
-from dspark.engine.paged_draft_runner import MAX_PENDING_TOKENS, DraftMemory, PagedDraftRunner
+from dspark.engine import pending_features
+from dspark.engine.draft_runner import DraftRequest, SequentialDraftRunner
+from dspark.engine.paged_draft_runner import DraftMemory, PagedDraftRunner
 from random_drafter import VARIANTS, random_drafter
 
 PAGE_SIZE = 4
@@ -158,14 +159,16 @@ def test_only_layers_that_see_all_context_take_room_in_pages():
     assert len(pair.memories[0].ring.keys) == 1
 
 
-def test_features_of_a_request_that_is_not_drafted_for_do_not_pile_up():
+def test_features_of_a_request_that_is_not_drafted_for_do_not_pile_up(monkeypatch):
     pair = Pair()
+    row_bytes = 4 * pair.drafter.config.feature_size
+    monkeypatch.setattr(pending_features, "MOST_BYTES", 100 * row_bytes)
     pair.memories[0] = DraftMemory(PageTable(list(range(32)), 32))
     runner = PagedDraftRunner(pair.drafter, num_pages=32, page_size=32)
-    for _ in range(MAX_PENDING_TOKENS + 10):
+    for _ in range(110):
         runner.extend(pair.memories[0], [0], torch.randn(1, pair.drafter.config.feature_size))
-    assert pair.memories[0].num_pending <= MAX_PENDING_TOKENS
-    assert pair.memories[0].num_tokens + pair.memories[0].num_pending == MAX_PENDING_TOKENS + 10
+    assert pair.memories[0].num_tokens == 101
+    assert pair.memories[0].pending.num_rows == 9
 
 
 @pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS)
@@ -186,13 +189,3 @@ def test_a_context_on_pages_that_another_request_stored_is_its_own(shape):
     (found,) = pair.paged.propose(pair.requests([memory]))
     (expected,) = pair.twin.propose(pair.requests(pair.states[:1]))
     assert torch.equal(found.token_ids, expected.token_ids)
-
-
-def test_features_that_wait_hold_no_other_requests_memory() -> None:
-    """Each step's features come as a view of the whole step's."""
-    pending: list[torch.Tensor] = []
-    steps = [torch.randn(50, 4) for _ in range(5)]
-    for number, step in enumerate(steps):
-        keep_pending(pending, step[number : number + 2])
-    assert torch.equal(torch.cat(pending), torch.cat([step[k : k + 2] for k, step in enumerate(steps)]))
-    assert sum(part.untyped_storage().nbytes() for part in pending) == 5 * 2 * 4 * 4
