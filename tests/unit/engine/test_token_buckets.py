@@ -73,9 +73,9 @@ def test_a_step_in_a_bucket_gives_the_logits_and_features_of_one_that_is_not_pad
     plain, padded = (runner_of(model, layer_ids=(0, 2)) for _ in range(2))
     assert use_graphs(padded, config_of(), num_ahead=7, capture=uncaptured) is None
     generator = torch.Generator().manual_seed(0)
-    for keys in zip(plain.kv_cache.keys, padded.kv_cache.keys, strict=True):
-        noise = torch.randn(keys[0].shape, generator=generator)
-        for memory in keys:
+    for memories in zip(plain.kv_cache.held, padded.kv_cache.held, strict=True):
+        noise = torch.randn(memories[0].shape, generator=generator)
+        for memory in memories:
             memory.copy_(noise)
     for lengths in ([1, 4, 1], [2], [8, 8, 8, 1]):  # 6, 2 and 25 rows in buckets of 8, 2 and 32
         batches = batch_of(plain, lengths), batch_of(padded, lengths)
