@@ -31,7 +31,7 @@ class EngineConfig(Config):
     """Prompt and output of one request together; None takes what the target was made for."""
     verify_length: int | None = Field(None, ge=0)
     """Draft tokens verified per request and step; None lets the scheduler decide, which needs a cost curve."""
-    min_gain: float = Field(0.02, ge=0)
+    min_gain: float = Field(0.01, ge=0)
     """Share by which drafting must be expected to raise tokens per second, else the batch decodes plainly."""
     correct_curve: bool = True
     """Hold the cost curve to what steps are seen to take: a curve is measured once, and drifts on a machine that others

@@ -229,8 +229,7 @@ class Engine:
             if running.is_copied and running.copies is not None:
                 proposals[i] = running.copies.proposal(self._target.device)
             else:
-                is_left_out = running.is_draftable and not wanted[i]
-                running.steps_undrafted = running.steps_undrafted + 1 if is_left_out else 0
+                running.note_turn(is_drafted=wanted[i] > 0)
         if chosen and self._drafts is not None:
             asked = [decoding[i].draft_request(wanted[i]) for i in chosen]
             for i, proposal in zip(chosen, self._drafts.propose(asked), strict=True):

@@ -16,6 +16,7 @@ PRIOR_ROUNDS = 8.0  # rounds that a guess weighs against what was seen over all 
 REQUEST_ROUNDS = 4.0  # rounds that the prior weighs against what was seen of one request
 DRIFT_ROUNDS = 20.0  # rounds of confidences that were right, taken in advance
 DRIFT_DECAY = 0.995  # the newest two hundred rounds of a slot decide
+FADE = 0.95  # of what is known of a request, per step that it is not drafted for: how hard its text is does not last
 DECAY = 0.9  # weight of a round once the next has come: the newest ten or so decide
 
 
@@ -99,6 +100,14 @@ class AcceptanceEstimate:
         """Take in what a confidence head expects of a proposal, verified or not, instead of its verdict."""
         self._count(pairwise([1.0, *survival]))
         self._prior.observe(survival)
+
+    def fade(self) -> None:
+        """A step without a round: the request is more like all others again."""
+        if not self._reached:
+            return
+        self._reached = [FADE * weight for weight in self._reached]
+        self._accepted = [FADE * weight for weight in self._accepted]
+        self._known = (-1, [])
 
     def _count(self, slots: Iterable[tuple[float, float]]) -> None:
         """Per slot, the share of a round that reached it and the share that stood."""

@@ -120,6 +120,14 @@ class RunningRequest:
         """Of the next token to be output, in prompt and output together."""
         return len(self.request.prompt_ids) + len(self.output_ids)
 
+    def note_turn(self, *, is_drafted: bool) -> None:
+        """A step in which the drafter is asked for it, or is not."""
+        if is_drafted or not self.is_draftable:
+            self.steps_undrafted = 0
+        else:
+            self.steps_undrafted += 1
+            self.estimate.fade()
+
     def draft_request(self, max_tokens: int) -> DraftRequest:
         """To draft at most so many tokens behind the anchor."""
         return DraftRequest(

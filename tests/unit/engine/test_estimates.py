@@ -145,3 +145,17 @@ def test_a_correction_needs_evidence_and_never_makes_survival_rise():
     rows = drift.corrected([0.9, 0.5, 0.5, 0.0])
     assert rows == sorted(rows, reverse=True)
     assert max(rows) <= 1.0
+
+
+def test_a_request_that_is_not_drafted_for_is_taken_to_be_like_all_others_again() -> None:
+    prior = PriorEstimate()
+    good, bad = AcceptanceEstimate(prior), AcceptanceEstimate(prior)
+    for _ in range(30):
+        good.update(3, 3)
+        bad.update(3, 0)
+    before = bad.survival(3)
+    for _ in range(100):
+        bad.fade()
+    assert before[0] < 0.3
+    assert bad.survival(3) == pytest.approx(prior.survival(3), rel=0.02)
+    assert good.survival(3)[0] > 0.8
