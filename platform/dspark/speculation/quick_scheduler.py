@@ -104,7 +104,7 @@ def _table_size(num_tokens: int) -> int:
 @lru_cache(maxsize=64)
 def _tables(curve: CostCurve, num_tokens: int) -> "tuple[array[float], array[int]]":
     """Seconds of a step, as if there were no buckets, and tokens that are computed, for 0 … tokens and their bucket."""
-    padded = [int(curve.padded_tokens(tokens)) for tokens in range(num_tokens)]
+    padded = [int(curve.padded_tokens(tokens)) for tokens in range(num_tokens)] if curve.buckets else range(num_tokens)
     seconds = curve.smooth_verify_array(np.arange(max(padded) + 1))
     return array("d", seconds.tolist()), array("i", padded)
 

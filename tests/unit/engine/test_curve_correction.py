@@ -34,16 +34,38 @@ def test_each_part_follows_by_a_factor_of_its_own() -> None:
     assert correction.curve.draft_seconds(5) == pytest.approx(0.5 * MEASURED.draft_seconds(5), rel=0.05)
 
 
-def test_a_curve_that_is_right_stays_the_same_object() -> None:
+def test_a_size_that_was_measured_wrong_is_mended_by_itself() -> None:
+    correction = CurveCorrection(MEASURED)
+    for step in range(400):
+        num_tokens, factor = ((8, 0.8), (1, 1.0), (64, 1.0))[step % 3]
+        predicted_s = factor * MEASURED.verify_seconds(num_tokens)
+        correction.note(num_tokens=num_tokens, num_requests=1, num_drafted=0, draft_s=0.0, verify_s=predicted_s)
+    assert correction.curve.verify_seconds(8) == pytest.approx(0.8 * 1.4, rel=0.04)
+    assert correction.curve.verify_seconds(1) == pytest.approx(1.0, rel=0.03)
+    assert correction.curve.verify_seconds(64) == pytest.approx(4.0, rel=0.03)
+
+
+def test_what_was_seen_of_a_size_long_ago_gives_way_to_what_all_sizes_show() -> None:
+    correction = CurveCorrection(MEASURED)
+    for _ in range(100):
+        correction.note(num_tokens=8, num_requests=1, num_drafted=0, draft_s=0.0, verify_s=2 * 1.4)
+    for _ in range(1500):
+        correction.note(num_tokens=1, num_requests=1, num_drafted=0, draft_s=0.0, verify_s=1.0)
+    assert correction.curve.verify_seconds(8) == pytest.approx(1.4, rel=0.03)
+
+
+def test_a_curve_that_is_right_stays_as_it_is() -> None:
     correction = CurveCorrection(MEASURED)
     note(correction, verifying=1.0, drafting=1.0)
-    assert correction.curve is MEASURED
+    assert correction.curve.verify_s == pytest.approx(MEASURED.verify_s, rel=0.04)
+    assert correction.curve.draft_s == pytest.approx(MEASURED.draft_s, rel=0.04)
 
 
 def test_one_step_that_was_held_up_changes_little() -> None:
     correction = CurveCorrection(MEASURED)
     note(correction, verifying=1.0, drafting=1.0)
-    correction.note(num_tokens=8, num_requests=1, num_drafted=1, draft_s=1.5, verify_s=7.0)
+    for _ in range(2):
+        correction.note(num_tokens=8, num_requests=1, num_drafted=1, draft_s=1.5, verify_s=7.0)
     assert correction.curve.verify_seconds(8) == pytest.approx(1.4, rel=0.05)
     assert correction.curve.draft_seconds(1) == pytest.approx(0.2, rel=0.05)
 
