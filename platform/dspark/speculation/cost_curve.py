@@ -7,9 +7,11 @@ import contextlib
 import math
 import os
 import platform
+from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,6 +25,7 @@ from dspark.errors import MissingInput
 from dspark.provenance import folder_lock, read_json, write_json
 from dspark.storage import Location, locate
 
+SMALLEST_LOOKUP = 256
 PROFILE_REMEDY = "run jobs/profile_engine.py on this machine"
 
 
@@ -104,6 +107,11 @@ class CostCurve:
         bucket = bisect_left(self.buckets, tokens)
         return self.buckets[bucket] if bucket < len(self.buckets) else tokens
 
+    @cached_property
+    def lookup(self) -> "CurveLookup":
+        """The same for whole numbers, tabulated."""
+        return CurveLookup(self)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
         return asdict(self)
@@ -154,6 +162,33 @@ class CostCurve:
                 return curve
         nearest = min((_differences(curve.fingerprint, fingerprint) for curve in curves), key=len)
         raise MissingInput(f"no cost curve at {path} for this setting: {'; '.join(nearest)}; {PROFILE_REMEDY}")
+
+
+class CurveLookup:
+    """A curve by numbers of tokens and of requests, for who asks many times a step. Its tables grow with the asking."""
+
+    def __init__(self, curve: CostCurve) -> None:
+        self._curve = curve
+        self._seconds, self._padded, self._draft_s = array("d"), array("i"), array("d")
+
+    def verifying(self, num_tokens: int) -> "tuple[array[float], array[int]]":
+        """Of 0 … num_tokens and more: seconds of a step as if there were no buckets, and tokens that are computed.
+
+        Seconds are there for all that are computed.
+        """
+        if num_tokens >= len(self._padded):
+            curve, size = self._curve, max(SMALLEST_LOOKUP, 1 << num_tokens.bit_length())
+            padded = [int(curve.padded_tokens(n)) for n in range(size)] if curve.buckets else range(size)
+            self._padded = array("i", padded)
+            self._seconds = array("d", curve.smooth_verify_array(np.arange(max(padded) + 1)).tolist())
+        return self._seconds, self._padded
+
+    def drafting(self, num_requests: int) -> "array[float]":
+        """Seconds of drafting for 0 … num_requests and more."""
+        if num_requests >= len(self._draft_s):
+            size = max(SMALLEST_LOOKUP, 1 << num_requests.bit_length())
+            self._draft_s = array("d", [self._curve.draft_seconds(n) for n in range(size)])
+        return self._draft_s
 
 
 def hardware_fingerprint(

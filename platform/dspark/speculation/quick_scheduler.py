@@ -5,17 +5,12 @@ Slow twins, which explain the rules and refuse what is not sound: `allocate`, `c
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, chain
-
-import numpy as np
 
 from dspark import native
 from dspark.speculation.cost_curve import CostCurve
 
 FixedLengths = Sequence[int | None]
-
-SMALLEST_TABLE = 1024
 
 
 class Step:
@@ -29,15 +24,15 @@ class Step:
         self._offsets = array("i", accumulate(map(len, survival), initial=0))
         self._fixed = array("i", [-1 if length is None else length for length in fixed or [None] * num_requests])
         num_tokens = num_requests + sum(max(0, length) for length in self._fixed) + prefill_tokens
-        self._tables = _tables(curve, _table_size(num_requests + len(self._values) + prefill_tokens))
+        self._seconds, self._padded = curve.lookup.verifying(num_requests + len(self._values) + prefill_tokens)
         self.call = native.Schedule(
             num_requests=num_requests,
             prefill_tokens=prefill_tokens,
             survival=self._values.buffer_info()[0],
             offsets=self._offsets.buffer_info()[0],
             fixed=self._fixed.buffer_info()[0],
-            verify_s=self._tables[0].buffer_info()[0],
-            padded=self._tables[1].buffer_info()[0],
+            verify_s=self._seconds.buffer_info()[0],
+            padded=self._padded.buffer_info()[0],
             others_s=other_seconds(curve, num_requests, num_tokens, prefill_tokens),
         )
 
@@ -88,27 +83,10 @@ def quick_choice(
         return None
     step = Step(survival, curve, fixed, prefill_tokens)
     free = bytes(len(survival)) if is_free is None else bytes(is_free)
-    draft_s = _draft_table(curve, len(survival)).buffer_info()[0]
-    return kernels.choose_drafting(step.call, is_free=free, draft_s=draft_s, min_gain=min_gain, most_tried=most_tried)
+    draft_s = curve.lookup.drafting(len(survival))
+    address = draft_s.buffer_info()[0]
+    return kernels.choose_drafting(step.call, is_free=free, draft_s=address, min_gain=min_gain, most_tried=most_tried)
 
 
 def _are_lengths(fixed: FixedLengths | None, num_requests: int) -> bool:
     return fixed is None or (len(fixed) == num_requests and all(length is None or length >= 0 for length in fixed))
-
-
-def _table_size(num_tokens: int) -> int:
-    """A power of two, so that few tables are made."""
-    return max(SMALLEST_TABLE, 1 << num_tokens.bit_length())
-
-
-@lru_cache(maxsize=64)
-def _tables(curve: CostCurve, num_tokens: int) -> "tuple[array[float], array[int]]":
-    """Seconds of a step, as if there were no buckets, and tokens that are computed, for 0 … tokens and their bucket."""
-    padded = [int(curve.padded_tokens(tokens)) for tokens in range(num_tokens)] if curve.buckets else range(num_tokens)
-    seconds = curve.smooth_verify_array(np.arange(max(padded) + 1))
-    return array("d", seconds.tolist()), array("i", padded)
-
-
-@lru_cache(maxsize=64)
-def _draft_table(curve: CostCurve, num_requests: int) -> "array[float]":
-    return array("d", [curve.draft_seconds(number) for number in range(num_requests + 1)])

@@ -154,3 +154,17 @@ def test_the_fingerprint_survives_the_file_and_tells_settings_apart(tmp_path) ->
     assert CostCurve.load(tmp_path / "c.json", first).fingerprint == first
     for other in (("cpu", torch.bfloat16, 2, "target"), ("cpu", "float32", 1, "target"), ("cpu", "float32", 2, "t")):
         assert hardware_fingerprint(*other) != first
+
+
+@pytest.mark.parametrize("buckets", [(), (4, 8, 16, 1000)])
+def test_the_tabulated_curve_is_the_curve(buckets: tuple[int, ...]) -> None:
+    curve = CostCurve((1, 8, 64), (1.0, 1.4, 4.0), (1, 8), (0.2, 0.3), buckets=buckets)
+    for num_tokens in (3, 300, 5000, 20):
+        seconds, padded = curve.lookup.verifying(num_tokens)
+        for n in range(0, num_tokens + 1, 1 + num_tokens // 50):
+            assert padded[n] == curve.padded_tokens(n)
+            assert seconds[padded[n]] == pytest.approx(curve.verify_seconds(n))
+            assert seconds[n] == pytest.approx(curve.smooth_verify_seconds(n))
+    for num_requests in (5, 700):
+        drafting = curve.lookup.drafting(num_requests)
+        assert [drafting[n] for n in (0, 1, num_requests)] == [curve.draft_seconds(n) for n in (0, 1, num_requests)]
