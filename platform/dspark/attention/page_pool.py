@@ -9,9 +9,11 @@ held      by a request, or by several that share it: `references` counts them
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from dspark.errors import DsparkError
+
+MOST_LOOKED_AT = 4096  # blank pages, for neighbours: beyond it a search costs more than reading pages that are none
 
 
 class PagePoolExhausted(DsparkError):
@@ -126,9 +128,9 @@ class PagePool:
         return start, length
 
     def _first_run(self, num_pages: int) -> int:
-        """Where the first run of neighbours starts among the blank ones; 0 when there is none."""
+        """Where the first run of neighbours starts among the blank ones; 0 when there is none near the beginning."""
         run = 0
-        for place, page in enumerate(self._blank):
+        for place, page in enumerate(islice(self._blank, MOST_LOOKED_AT)):
             run = run + 1 if place and page == self._blank[place - 1] + 1 else 1
             if run == num_pages:
                 return place - num_pages + 1

@@ -22,6 +22,7 @@ from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.engine.target import (
     TargetOutput,
     context_limit,
+    num_output_ids,
     probe_difference,
     probe_ids,
     use_own_attention,
@@ -53,7 +54,7 @@ class DenseTargetRunner:
     ) -> None:
         self.model = model
         self.device, self.dtype = model.device, model.dtype
-        self.vocabulary_size = vocabulary_size
+        self.vocabulary_size = num_output_ids(model, vocabulary_size)
         self.page_size, self.num_pages = page_size, num_pages
         self.layer_ids = tuple(layer_ids)
         self._stored: WeakKeyDictionary[PageTable, _Stored] = WeakKeyDictionary()

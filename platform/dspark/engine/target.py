@@ -82,6 +82,12 @@ def context_limit(model: Any) -> int | None:
     return min(limits, default=None)
 
 
+def num_output_ids(model: Any, vocabulary_size: int) -> int:
+    """Ids that can be output: the tokenizer's, as far as the model has a logit for them."""
+    head = model.get_output_embeddings()
+    return vocabulary_size if head is None else min(vocabulary_size, head.weight.shape[0])
+
+
 def without_padding(logits: Tensor, vocabulary_size: int) -> Tensor:
     """Rows of the embedding behind the tokenizer's ids are padding and never output. logits: [N, V], changed."""
     if logits.shape[1] > vocabulary_size:

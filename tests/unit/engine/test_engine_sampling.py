@@ -12,7 +12,7 @@ from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.speculation.proposal import Proposal
 from scripted_drafters import FixedDistributionDrafter
-from tiny_engine import ids_of, make_engine, request, run
+from tiny_engine import greedy_continuations, ids_of, make_engine, request, run
 from toy_sampling import FAR, PROMPT, VOCABULARY, misfit, sample_outputs, toy_target
 
 
@@ -48,6 +48,28 @@ def test_sampled_tokens_follow_the_target_where_the_text_is_copied(concurrency):
     assert p > 0.001
     assert 500 < engine.stats.copies.rounds < engine.stats.rounds.rounds - 50
     assert 0.05 < engine.stats.copies.conditional_acceptance[0] < 0.95
+
+
+def test_requests_of_all_temperatures_keep_their_own_in_one_scheduled_batch():
+    """The budget depends on the load, so no seed fixes a sampled text here: each follows its own distribution (B02)."""
+    model, temperatures = toy_target(), (0.0, 0.3, 0.8, 1.0)
+    drafts = SequentialDraftRunner(FixedDistributionDrafter(FAR, block_size=3))
+    curve = CostCurve((1, 64), (1.0, 1.3), (1, 8), (0.02, 0.04))
+    engine = make_engine(model, drafts, curve=curve, max_running_requests=8)
+    asked = [
+        request(PROMPT, f"{t} {i}", sampling=drawn(temperature=t), seed=i, max_tokens=50)
+        for i in range(200)
+        for t in temperatures
+    ]
+    found = run(engine, asked)
+    model.set_attn_implementation("sdpa")
+    texts = {t: [ids_of(found[f"{t} {i}"]) for i in range(200)] for t in temperatures}
+    assert texts[0.0] == greedy_continuations(model, [PROMPT], 50) * 200
+    for t in temperatures[1:]:
+        p, num_draws = misfit(model, texts[t], SamplingParams(temperature=t))
+        assert num_draws == 10_000
+        assert p > 0.001
+    assert 0 < engine.stats.rounds.accepted_tokens < engine.stats.scheduled_tokens
 
 
 def test_the_fit_notices_a_sampler_that_accepts_too_much():
@@ -110,12 +132,20 @@ def retrospective(self: Any, survival: Any, curve: CostCurve, **options: Any) ->
     return [max(range(len(rates)), key=lambda n: rates[n])]
 
 
+class EveryStep:
+    """Drafts although it does not pay."""
+
+    def choose(self, decoding: Any, *args: Any, **options: Any) -> list[int]:
+        return list(range(len(decoding)))
+
+
 def frequency_of_a(num: int) -> float:
     model = toy_target(vocab_size=10)
     with torch.no_grad():
         model.model.norm.weight.zero_()  # every token equally likely
     drafts = SequentialDraftRunner(AppendixDrafter(), has_confidence=True)
-    engine = make_engine(model, drafts, curve=STAIRS, probe_every=1)
+    engine = make_engine(model, drafts, curve=STAIRS)
+    engine.policy._probing = EveryStep()
     sampling = drawn(temperature=1.0)
     asked = [request(PROMPT, str(i), sampling=sampling, seed=i, max_tokens=5) for i in range(num)]
     outputs = [ids_of(run(engine, [one])[one.request_id]) for one in asked]  # one at a time: R = 1

@@ -9,6 +9,7 @@ import transformers
 from dspark.attention.choice import Choice, TorchEntry
 from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PageTable
+from dspark.engine.dense_target_runner import DenseTargetRunner
 from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.engine.target_runner import NotPageable, TargetRunner, kv_bytes_per_token
 
@@ -117,6 +118,15 @@ def test_on_attention_of_a_gpu_s_kind_logits_are_the_model_s_own(name, changes):
     with torch.no_grad():
         expected = alone(torch.tensor([text])).logits[0]
     torch.testing.assert_close(torch.cat(parts), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [TargetRunner, DenseTargetRunner])
+def test_a_token_that_the_model_has_no_logit_for_is_none_of_its_ids(kind):
+    model = model_of("Llama")
+    rows = model.lm_head.weight.shape[0]
+    for given, expected in ((rows + 9, rows), (rows - 9, rows - 9)):
+        runner = kind(model, vocabulary_size=given, num_pages=4, page_size=16)
+        assert runner.vocabulary_size == expected
 
 
 def test_sinks_are_seen_at_the_start_and_refused_to_entries_that_know_none():
