@@ -28,8 +28,8 @@ from dspark.engine.engine import Engine
 from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import SamplingParams
+from dspark.engine.step_timer import page_tables
 from dspark.engine.target_runner import TargetRunner
-from dspark.evaluation.step_timer import page_tables
 from dspark.targets import TargetConfig, load_target
 
 PAGE_SIZE = 16

@@ -11,7 +11,8 @@ import numpy as np
 
 import runner
 from dspark.engine.loading import COST_CURVE
-from dspark.evaluation.profiling import ProfileConfig, Samples, measure, measured_survival, open_timer, verify_budgets
+from dspark.engine.step_samples import Samples
+from dspark.evaluation.profiling import ProfileConfig, measure, measured_survival, open_timer, verify_budgets
 from dspark.provenance import fingerprint, git_revision, read_json, write_json
 from dspark.speculation.cost_curve import CostCurve
 from dspark.storage import Location, locate

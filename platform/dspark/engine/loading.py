@@ -23,6 +23,7 @@ from dspark.engine.graphs import use_graphs, wants_graphs
 from dspark.engine.hidden_states import check_layer_ids
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.self_profile import profile
 from dspark.engine.target import Target
 from dspark.engine.target_runner import NotPageable, TargetRunner, kv_bytes_per_token
 from dspark.errors import MissingInput
@@ -73,6 +74,7 @@ def load_engine(
     num_threads: int = 1,
     length_without_curve: int = LENGTH_WITHOUT_CURVE,
     is_missing_drafter_ok: bool = False,
+    profiles: bool = False,
     shared: LoadedEngine | None = None,
 ) -> LoadedEngine:
     """drafter: a folder made by jobs/train.py, "ngram" for prompt lookup, "mtp" for the MTP modules that the target
@@ -80,8 +82,9 @@ def load_engine(
 
     Its calibration.json and cost_curve.json are used where they are there, unless config.verify_length leaves them
     nothing to decide; what is missing is said in the notes. A curve is that of this hardware and this number of
-    threads. is_missing_drafter_ok: n-gram speculation instead of an error when the folder holds no drafter.
-    shared: an engine on the same target, whose weights this one takes too; the two must not step at the same time.
+    threads; profiles: where there is none, take the seconds to measure one. is_missing_drafter_ok: n-gram speculation
+    instead of an error when the folder holds no drafter. shared: an engine on the same target, whose weights this one
+    takes too; the two must not step at the same time.
     Raises: MissingInput without a drafter; Mismatch when drafter, target and calibration do not belong together.
     """
     torch.set_num_threads(num_threads)
@@ -106,11 +109,16 @@ def load_engine(
         calibration = _calibration(Path(str(drafter)), notes)
         if drafts is not None and not drafts.has_confidence:
             notes.append(f"drafter {drafter} has no confidence head: survival is estimated from past rounds")
-    if drafts is not None and curve is None and config.verify_length is None:
-        length = min(length_without_curve, drafts.block_size)
-        notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
-        config = config.with_changes(verify_length=length, lagged_capacity=False)
     runner = target_runner(model, drafts, config=config, vocabulary_size=vocabulary_size(tokenizer), notes=notes)
+    if drafts is not None and curve is None and config.verify_length is None:
+        wanted = hardware_fingerprint(model.device, model.dtype, num_threads, target.name)
+        curve = profile(runner, drafts, config, fingerprint=wanted) if profiles else None
+        if curve is not None:
+            notes.append("a rough cost curve was measured at the start")
+        else:
+            length = min(length_without_curve, drafts.block_size)
+            notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
+            config = config.with_changes(verify_length=length, lagged_capacity=False)
     for note in notes:
         log.warning(note)
     engine = Engine(runner, drafts, tokenizer, config=config, curve=curve, calibration=calibration)

@@ -17,6 +17,7 @@ from dspark.attention.kv_cache import PagedKVCache
 from dspark.attention.page_pool import PageTable
 from dspark.engine.config import EngineConfig
 from dspark.engine.graphs import most_tokens, use_graphs
+from dspark.engine.step_timer import BatchShape, StepTimer, page_tables
 from dspark.engine.target_runner import TargetRunner
 from dspark.engine.token_buckets import Bucket
 from dspark.evaluation.attention_check import (
@@ -39,7 +40,6 @@ from dspark.evaluation.gpu_subject import (
     requests_of,
 )
 from dspark.evaluation.load import closed_loop
-from dspark.evaluation.step_timer import BatchShape, StepTimer, page_tables
 from dspark.targets import vocabulary_size
 
 Findings = Iterator[tuple[str, bool | None, str]]

@@ -56,8 +56,10 @@ class ServeConfig(Config):
     served_model_name: str | None = None
     """Name by which clients ask for the model; None takes the target's."""
     engine: EngineConfig = EngineConfig()
+    profile_without_curve: bool = True
+    """Measure a cost curve when a replica starts and none was measured on this hardware, which takes seconds."""
     verify_length_without_curve: int = Field(3, ge=0)
-    """Draft tokens verified per request and step as long as no cost curve was measured on this hardware."""
+    """Draft tokens verified per request and step where no curve is measured at the start either."""
     limits: LimitsConfig = LimitsConfig()
     fleet: FleetConfig = FleetConfig()
     threads: int = Field(2, ge=1)

@@ -45,6 +45,7 @@ class TargetReplica:
             num_threads=config.threads,
             length_without_curve=config.verify_length_without_curve,
             is_missing_drafter_ok=True,
+            profiles=config.profile_without_curve,
         )
         engine = self.loaded.engine
         self._limits = config.limits

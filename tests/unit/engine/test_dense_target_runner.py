@@ -12,7 +12,7 @@ from dspark.attention.page_pool import PageTable
 from dspark.engine.config import EngineConfig
 from dspark.engine.dense_target_runner import DenseTargetRunner, dense_bytes_per_token
 from dspark.engine.loading import load_engine, plain_twin
-from dspark.evaluation.step_timer import BatchShape, StepTimer, page_tables
+from dspark.engine.step_timer import BatchShape, StepTimer, page_tables
 from dspark.targets import TargetConfig
 from random_targets import DENSE, random_target
 from tiny_engine import PROMPTS, VOCABULARY, greedy_continuations, ids_of, load, request, run

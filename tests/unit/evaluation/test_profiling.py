@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 
 from dspark.config import build_config
+from dspark.engine.step_samples import Samples, fit_request_s
+from dspark.engine.step_timer import BatchShape, batch_shapes
 from dspark.evaluation.profiling import (
     ProfileConfig,
-    Samples,
     fingerprint_of,
-    fit_request_s,
     measure,
     measured_survival,
     request_tokens,
     verify_budgets,
 )
-from dspark.evaluation.step_timer import BatchShape, batch_shapes
 from dspark.provenance import write_json
 from dspark.speculation.cost_curve import CostCurve
 from dspark.targets import TargetConfig

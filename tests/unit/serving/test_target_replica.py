@@ -66,12 +66,25 @@ def test_without_a_trained_drafter_it_serves_with_ngrams_and_says_so(
     assert len(answer(replica, ignore_eos=True)) == 20
 
 
+def test_without_a_cost_curve_one_is_measured_at_the_start(
+    started: Any, tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_drafter(tmp_path / "drafter", tiny_target)
+    with caplog.at_level(logging.WARNING):
+        replica = started(tiny_target, drafter=str(folder), profile_without_curve=True)
+    assert any("jobs/profile_engine.py" in record.message for record in caplog.records)
+    assert any("rough cost curve" in sample.labels["text"] for sample in samples(replica)["dspark_notice"])
+    assert "dspark_fixed_verify_length" not in samples(replica)
+    replica.loaded.engine.check()
+    assert len(answer(replica, ignore_eos=True)) == 20
+
+
 def test_without_a_cost_curve_the_length_is_fixed_and_shown(
     started: Any, tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_tiny_drafter(tmp_path / "drafter", tiny_target)
     with caplog.at_level(logging.WARNING):
-        replica = started(tiny_target, drafter=str(folder), verify_length_without_curve=2)
+        replica = started(tiny_target, drafter=str(folder), profile_without_curve=False, verify_length_without_curve=2)
     assert any("jobs/profile_engine.py" in record.message for record in caplog.records)
     found = samples(replica)
     assert found["dspark_fixed_verify_length"][0].value == 2

@@ -11,8 +11,8 @@ from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PageTable
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.engine.target_runner import TargetRunner
-from dspark.evaluation.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.targets import TargetConfig, load_target
 from tiny_drafter import make_tiny_drafter
 

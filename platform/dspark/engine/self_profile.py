@@ -1,0 +1,66 @@
+"""A cost curve in seconds, measured by an engine on itself where none was measured for its hardware.
+
+Coarser than that of jobs/profile_engine.py, and so held to what steps are seen to take later on (`CurveCorrection`).
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dspark.attention.page_pool import PagePool, PageTable
+from dspark.engine.config import EngineConfig
+from dspark.engine.draft_runner import DraftRunner
+from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
+from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.step_samples import take_samples
+from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer
+from dspark.engine.target import Target
+from dspark.speculation.cost_curve import CostCurve
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+REPEATS = 3
+CONTEXT_TOKENS = 128
+MOST_SECONDS = 0.5  # of one step: larger batches are left to the curve's last slope
+
+log = logging.getLogger("dspark.engine")
+
+
+def profile(
+    target: Target, drafts: DraftRunner | None, config: EngineConfig, *, fingerprint: Mapping[str, Any]
+) -> CostCurve | None:
+    """The curve of the sizes that fit into the engine's memory, which must be in nobody's use; None if none does.
+
+    What is written there belongs to no request and stays unread.
+    """
+    started = time.perf_counter()
+    neural = drafts if isinstance(drafts, PagedDraftRunner | PagedAutoregressiveRunner) else None
+    block_size = 0 if drafts is None else drafts.block_size
+    limit = target.max_context_tokens or CONTEXT_TOKENS + SIZES[-1]
+    most_tokens = min(config.max_batch_tokens, config.max_running_requests * (1 + block_size), limit - CONTEXT_TOKENS)
+    sizes = [size for size in SIZES if size <= most_tokens]
+    drafted = 0 if neural is None else block_size + NEW_TOKENS * (REPEATS + 1) * len(SIZES)
+    tables = _tables(target, config.max_running_requests, largest=max(sizes, default=1), drafted=drafted)
+    if not sizes or not tables:
+        return None
+    timer = StepTimer(target, neural, tables, context_tokens=CONTEXT_TOKENS, seed=0)
+    shapes = []
+    for size in sizes:
+        shapes.append(BatchShape((size,)))
+        if timer.verify_s(shapes[-1]) > MOST_SECONDS:
+            break
+    counts = [size for size in sizes if size <= len(tables)]
+    shapes += [BatchShape((1,) * shape.num_tokens) for shape in shapes if 1 < shape.num_tokens <= len(tables)]
+    samples = take_samples(timer, shapes, () if neural is None else counts, repeats=REPEATS)
+    log.info("measured a cost curve of %d points in %.1f s", len(shapes), time.perf_counter() - started)
+    return samples.curve(fingerprint)
+
+
+def _tables(target: Target, most: int, *, largest: int, drafted: int) -> list[PageTable]:
+    """Pages for up to so many requests, as many as there is memory for: the first has room for the largest batch."""
+    pool, size = PagePool(target.num_pages), target.page_size
+    first, other = (-(-(CONTEXT_TOKENS + max(tokens, drafted)) // size) for tokens in (largest, 1))
+    if first > target.num_pages:
+        return []
+    number = min(most, 1 + (target.num_pages - first) // other)
+    return [PageTable(pool.allocate(other if place else first), size) for place in range(number)]
