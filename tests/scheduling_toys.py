@@ -20,14 +20,16 @@ def allocate_slowly(
     capacity: float = math.inf,
     floor: int = 0,
     fixed: Sequence[int | None] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[int]:
     """Algorithm 1 a slot at a time; reads a slot's survival only once the slots before it are admitted."""
     fixed = [None] * len(survival) if fixed is None else fixed
+    weights = [1.0] * len(survival) if weights is None else weights
     lengths = [length or 0 for length in fixed]
     tokens = len(survival) + sum(lengths) + prefill_tokens
-    tau = len(survival) + sum(sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
+    tau = sum(w * (1 + sum(row[:length])) for w, row, length in zip(weights, survival, lengths, strict=True))
     draft_s -= sunk_seconds(curve, tokens, prefill_tokens)
-    heads = [(-row[0], 0, r) for r, row in enumerate(survival) if fixed[r] is None and row and row[0] > 0]
+    heads = [(-weights[r] * row[0], 0, r) for r, row in enumerate(survival) if fixed[r] is None and row and row[0] > 0]
     heapq.heapify(heads)
     edge = None
     while heads and sum(lengths) < capacity:
@@ -41,7 +43,7 @@ def allocate_slowly(
         heapq.heappop(heads)
         lengths[r], tokens, tau = lengths[r] + 1, tokens + 1, tau - minus_a
         if slot + 1 < len(survival[r]) and survival[r][slot + 1] > 0:
-            heapq.heappush(heads, (-survival[r][slot + 1], slot + 1, r))
+            heapq.heappush(heads, (-weights[r] * survival[r][slot + 1], slot + 1, r))
     return lengths
 
 

@@ -86,7 +86,7 @@ class Schedule(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("num_requests", "prefill_tokens")),
-        *((name, c_void_p) for name in ("survival", "offsets", "fixed", "verify_s", "padded")),
+        *((name, c_void_p) for name in ("survival", "offsets", "fixed", "weights", "verify_s", "padded")),
         ("others_s", c_double),
     ]
 
@@ -107,7 +107,7 @@ class Kernels:
         self._argmax.argtypes, self._argmax.restype = [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int32], None
         self._allocate, self._choose_drafting = functions.dspark_allocate, functions.dspark_choose_drafting
         self._allocate.argtypes = [POINTER(Schedule), c_double, c_int64, c_int64, c_void_p]
-        self._choose_drafting.argtypes = [POINTER(Schedule), c_void_p, c_void_p, c_double, c_int32, c_void_p]
+        self._choose_drafting.argtypes = [POINTER(Schedule), c_void_p, c_void_p, c_double, c_int32, c_int32, c_void_p]
         self._allocate.restype = self._choose_drafting.restype = c_int32
         self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
         if not self.has_products:
@@ -151,12 +151,20 @@ class Kernels:
         return lengths.tolist() if is_sound else None
 
     def choose_drafting(
-        self, step: Schedule, *, is_free: bytes, draft_s: int, min_gain: float, most_tried: int
+        self,
+        step: Schedule,
+        *,
+        is_free: bytes,
+        draft_s: int,
+        min_gain: float,
+        max_drafted: int | None,
+        most_tried: int,
     ) -> list[bool] | None:
         """`prefix_scheduler.choose_drafting`; None as above. is_free: a byte each; draft_s: address of its table."""
         drafted = array("B", bytes(step.num_requests))
+        most = -1 if max_drafted is None else max(0, max_drafted)
         address = drafted.buffer_info()[0]
-        is_sound = self._choose_drafting(byref(step), is_free, draft_s, min_gain, most_tried, address)
+        is_sound = self._choose_drafting(byref(step), is_free, draft_s, min_gain, most, most_tried, address)
         return [bool(is_drafted) for is_drafted in drafted] if is_sound else None
 
     def layers(self, call: LayersCall, batch: Batch) -> None:

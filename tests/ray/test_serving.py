@@ -18,7 +18,7 @@ from dspark.serving.app import build
 from dspark.serving.config import FleetConfig, ServeConfig
 from dspark.serving.metrics import ENDINGS
 from dspark.serving.scheduler_actor import connect_scheduler, scheduler_name
-from dspark.speculation.fleet import ReplicaReport
+from dspark.speculation.fleet import FREE, ReplicaReport
 from local_cluster import start_local_cluster
 from tiny_drafter import make_tiny_drafter
 from tiny_serving import MODEL, completion, serve_config
@@ -218,7 +218,7 @@ def test_a_dead_scheduler_is_noticed_counted_and_replaced(url: str, client: open
 def test_a_scheduler_without_replicas_ends_itself(url: str) -> None:
     alone = FleetConfig(name="idle", idle_exit_s=0.5, lease_ttl_s=30.0)  # time enough for the actor to start
     exchange = connect_scheduler(alone)
-    assert exchange(ReplicaReport("r", 1, 0, 0, 0.5, 0.01)).capacity is None
+    assert exchange(ReplicaReport("r", 1)).share == FREE
 
     def is_gone() -> bool:
         try:

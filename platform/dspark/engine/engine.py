@@ -37,7 +37,7 @@ from dspark.speculation.proposal import Proposal, Verdict
 class Engine:
     """Serves many requests on one target, with or without a drafter. Not thread-safe: one thread steps it.
 
-    draft_capacity: upper bound on the draft tokens of a step, set from outside (a fleet's lease); None = no bound.
+    policy.share: bounds on what its steps draft and verify, set from outside by a fleet's lease.
     most_ahead: tokens that a request may hold memory for beyond its committed ones. meanwhile: called in the midst of
     each step, while the target computes; it may add requests, and nothing else.
     """
@@ -88,14 +88,6 @@ class Engine:
         self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=target.device), None, None)
 
     @property
-    def draft_capacity(self) -> int | None:
-        return self.policy.capacity
-
-    @draft_capacity.setter
-    def draft_capacity(self, capacity: int | None) -> None:
-        self.policy.capacity = capacity
-
-    @property
     def drafter_kind(self) -> str:
         return "none" if self._drafts is None else self._drafts.kind
 
@@ -117,7 +109,11 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return len(self._requests.running)
+        return len(self.running)
+
+    @property
+    def running(self) -> list[RunningRequest]:
+        return list(self._requests.running.values())
 
     @property
     def num_waiting(self) -> int:
@@ -131,7 +127,7 @@ class Engine:
     @property
     def num_free_pages(self) -> int:
         """Pages that no request needs yet: blank, cached, or lent to one that may grow into them."""
-        return self._memory.num_free(list(self._requests.running.values()))
+        return self._memory.num_free(self.running)
 
     @property
     def num_pages(self) -> int:
@@ -183,29 +179,25 @@ class Engine:
         self.policy.room = self.config.max_batch_tokens - prefill_tokens - len(decoding)
         proposals = self._propose(decoding, wanted := self.policy.choose(decoding, prefill_tokens=prefill_tokens))
         lengths = self.policy.verify_lengths(decoding, proposals, prefill_tokens=prefill_tokens)
+        self.stats.schedule.add_budgets(lengths)
         works = reading + [
             decode(running, proposal.first(length))
             for running, proposal, length in zip(decoding, proposals, lengths, strict=True)
         ]
         clock_s.append(time.perf_counter())
         batch = self._target.flatten([work.piece for work in works])
-        return Launched(works, batch, self._target.run(batch), clock_s, sum(length > 0 for length in wanted))
+        return Launched(works, batch, self._target.run(batch), clock_s, num_drafted=sum(n > 0 for n in wanted))
 
     def _finish(self, launched: Launched) -> list[StepOutput]:
         """Wait for what the target says, and commit it."""
         works, batch, output = launched.works, launched.batch, launched.output
         verdicts, logprobs = self._decide(works, batch, output)
-        verified_at = time.perf_counter()
+        clock_s = [*launched.clock_s, time.perf_counter()]
         outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
-        clock_s = [*launched.clock_s, verified_at, time.perf_counter()]
+        clock_s.append(time.perf_counter())
         self.stats.add_step(batch.num_tokens, clock_s)
-        self.policy.note_step(
-            num_tokens=batch.num_tokens,
-            num_requests=len(works),
-            num_drafted=launched.num_drafted,
-            draft_s=clock_s[1] - clock_s[0],
-            verify_s=clock_s[3] - clock_s[1],
-        )
+        self.stats.schedule.add_step(launched.predicted_seconds(self.policy.curve), clock_s[-1] - clock_s[0])
+        self.policy.note_step(launched, clock_s)
         return outputs
 
     def _decide(
@@ -271,6 +263,7 @@ class Engine:
         done = None if work.proposal is None else round_of(work.proposal, verdict, len(ended.kept))
         if done is not None:
             self.stats.add_round(done, is_copied=running.is_copied)
+            self.stats.schedule.add_round(running.expected_survival[: done.num_proposed], done.num_accepted)
             self.policy.learn(running, done.num_proposed, done.num_accepted)
         self.stats.output_tokens += len(ended.kept)
         if ended.finish_reason is None:

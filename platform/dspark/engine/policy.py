@@ -1,16 +1,18 @@
 """The two decisions of a step, as values: who is drafted for, and how many draft tokens each verifies."""
 
 from collections.abc import Sequence
-from typing import get_args
 
+from dspark.engine.confidences import Confidences
 from dspark.engine.curve_correction import CurveCorrection
-from dspark.engine.estimates import ConfidenceDrift, PriorEstimate
+from dspark.engine.estimates import PriorEstimate
 from dspark.engine.lagged_capacity import LaggedCapacity, Members, Picture
 from dspark.engine.lookup import Lookup
 from dspark.engine.probing import Probing
-from dspark.engine.running import DecodingMode, RunningRequest
-from dspark.speculation.calibration import Calibration, SlotScales, survival_of
+from dspark.engine.running import RunningRequest
+from dspark.engine.step import Launched
+from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.fleet import FREE
 from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
 from dspark.speculation.proposal import Proposal
 
@@ -23,8 +25,9 @@ LIKELY = 0.5  # survival from which on a copy is verified where no curve says wh
 class SpeculationPolicy:
     """Fixed lengths where they are asked for, else what pays by the cost curve.
 
-    capacity, room: bounds on the draft tokens of a step whose lengths are not fixed, both known before it drafts: what
-    a fleet's lease allows, and what fits beside the step's other tokens. None = no bound.
+    share: a fleet's bounds on every step, also where there is no curve and where lengths are fixed; probes are not
+    counted in its max_drafted, or nobody would ever learn that more of it pays. room: draft tokens whose lengths are
+    not fixed that fit beside the step's other tokens; None = no bound. Both are known before the step drafts.
 
     Losslessness: the first decision sees past rounds only, the second admits by rank and stops early, so that a
     token's own content never decides whether it is kept. Source: DSpark §3.2.2, Appendix A; ALGORITHMS §5.
@@ -54,11 +57,10 @@ class SpeculationPolicy:
             )
         self.block_size = block_size
         self.curve = curve
-        self.calibration = calibration
         self.verify_length = verify_length
         self.has_confidence = has_confidence
         self.min_gain = min_gain
-        self.capacity: int | None = None
+        self.share = FREE
         self.room: int | None = None
         self._mean_length = 0.0
         self._lagged_prior = lagged_prior
@@ -68,7 +70,7 @@ class SpeculationPolicy:
         self._correction = CurveCorrection(curve) if corrects_curve and curve is not None else None
         self._probing = Probing(every=probe_every, length=PROBE_LENGTH)
         self._scheduler = PrefixScheduler()
-        self._drift = {mode: ConfidenceDrift() for mode in get_args(DecodingMode)}
+        self._confidences = Confidences(calibration)
 
     def fixed_length(self, running: RunningRequest) -> int | None:
         """The length this request or the engine is bound to; None when the scheduler decides."""
@@ -101,14 +103,21 @@ class SpeculationPolicy:
         """Draft tokens to ask the drafter for, per request; 0 = verify its copy if it has one, else nothing."""
         for running in decoding:
             running.is_probed = False
-        fixed = [self.fixed_length(running) for running in decoding]
         is_free = [running.is_copied for running in decoding]
+        fixed = self.share.bound([self.fixed_length(running) for running in decoding], is_free)
         if self.curve is None or all(is_free) or all(length is not None for length in fixed):
             return [0 if is_copied else length or 0 for is_copied, length in zip(is_free, fixed, strict=True)]
         limits = [self._fitting(running, self.block_size) for running in decoding]
         expected = [self._expected(running, limit) for running, limit in zip(decoding, limits, strict=True)]
         chosen = choose_drafting(
-            expected, self.curve, prefill_tokens=prefill_tokens, fixed=fixed, is_free=is_free, min_gain=self.min_gain
+            expected,
+            self.curve,
+            prefill_tokens=prefill_tokens,
+            fixed=fixed,
+            is_free=is_free,
+            min_gain=self.min_gain,
+            max_drafted=self.share.max_drafted,
+            weights=self.share.weights_for(running.request.priority for running in decoding),
         )
         for place in self._probing.choose(
             decoding,
@@ -123,7 +132,9 @@ class SpeculationPolicy:
             decoding[place].is_probed = True
         kept = zip(expected, chosen, is_free, strict=True)
         rows = [row if is_chosen or is_copied else [] for row, is_chosen, is_copied in kept]
-        lengths = self._lengths(rows, fixed, prefill_tokens, num_drafted=sum(chosen)) if any(chosen) else fixed
+        lengths: Sequence[int | None] = fixed
+        if any(chosen):
+            lengths = self._lengths(decoding, rows, fixed, prefill_tokens, num_drafted=sum(chosen))
         wanted = []
         for i, running in enumerate(decoding):
             forced = fixed[i]
@@ -142,6 +153,7 @@ class SpeculationPolicy:
         """Draft tokens to verify, per request; what confidences say of these proposals is taken in for later steps."""
         survival = self.survival(decoding, proposals)
         for running, proposal, row in zip(decoding, proposals, survival, strict=True):
+            running.expected_survival = row
             if proposal.confidence_logits is not None:
                 running.estimate.observe(row)
         lengths = self.allocate(decoding, survival, prefill_tokens=prefill_tokens)
@@ -151,18 +163,16 @@ class SpeculationPolicy:
             self._lagged.note(Picture(rows, self._lagged_prior.survival(self.block_size)))
         return lengths
 
-    def note_step(
-        self, *, num_tokens: int, num_requests: int, num_drafted: int, draft_s: float, verify_s: float
-    ) -> None:
-        """What a step took: see `CurveCorrection.note`."""
+    def note_step(self, launched: Launched, clock_s: Sequence[float]) -> None:
+        """What a step took. clock_s: at its start, when all was drafted, when all was verified, at its end."""
         if self._correction is None:
             return
         has_changed = self._correction.note(
-            num_tokens=num_tokens,
-            num_requests=num_requests,
-            num_drafted=num_drafted,
-            draft_s=draft_s,
-            verify_s=verify_s,
+            num_tokens=launched.batch.num_tokens,
+            num_requests=len(launched.works),
+            num_drafted=launched.num_drafted,
+            draft_s=clock_s[1] - clock_s[0],
+            verify_s=clock_s[3] - clock_s[1],
         )
         if has_changed:
             self.curve = self._correction.curve
@@ -176,28 +186,15 @@ class SpeculationPolicy:
 
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
         """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
-        rows = [
-            self._expected(running, proposal.num_tokens) for running, proposal in zip(drafted, proposals, strict=True)
+        return [
+            self._confidences.survival(running, proposal) or self._expected(running, proposal.num_tokens)
+            for running, proposal in zip(drafted, proposals, strict=True)
         ]
-        for running in drafted:
-            running.confident_survival = None
-        for i, (running, proposal) in enumerate(zip(drafted, proposals, strict=True)):
-            if proposal.confidence_logits is None or not proposal.num_tokens:
-                continue
-            scales = None if self.calibration is None else self._scales(running)
-            row = survival_of(proposal.confidence_logits.tolist(), scales)
-            running.confident_survival = row
-            rows[i] = self._drift[running.mode].corrected(row)
-        return rows
 
     def learn(self, running: RunningRequest, num_verified: int, num_accepted: int) -> None:
-        """Take a verdict in, for later steps."""
-        if running.is_copied:
-            return  # lookup learns by itself, from every committed token
-        if running.confident_survival is not None:
-            self._drift[running.mode].update(running.confident_survival[:num_verified], num_accepted)
-        elif num_verified:
-            running.estimate.update(num_verified, num_accepted)
+        """Take a verdict in, for later steps. Of copies lookup learns by itself, from every committed token."""
+        if not running.is_copied:
+            self._confidences.learn(running, num_verified, num_accepted)
 
     def allocate(
         self,
@@ -208,13 +205,16 @@ class SpeculationPolicy:
     ) -> list[int]:
         """Draft tokens to verify, per request. survival: a row per request, as long as its proposal."""
         fixed = [self._bound_length(running) for running in decoding]
-        bound = [None if f is None else min(f, len(row)) for f, row in zip(fixed, survival, strict=True)]
+        bound = self.share.cut(
+            [None if f is None else min(f, len(row)) for f, row in zip(fixed, survival, strict=True)]
+        )
         if self.curve is None:
             pairs = zip(bound, survival, strict=True)
-            return [_likely(row) if length is None else length for length, row in pairs]
+            lengths = self.share.cut([_likely(row) if length is None else length for length, row in pairs])
+            return [length or 0 for length in lengths]
         drafted = sum(1 for running, row in zip(decoding, survival, strict=True) if row and not running.is_copied)
         total = self._lagged_total(decoding, survival, bound, prefill_tokens)
-        return self._lengths(survival, bound, prefill_tokens, num_drafted=drafted, total=total)
+        return self._lengths(decoding, survival, bound, prefill_tokens, num_drafted=drafted, total=total)
 
     def _lagged_total(
         self,
@@ -235,6 +235,7 @@ class SpeculationPolicy:
 
     def _lengths(
         self,
+        decoding: Sequence[RunningRequest],
         survival: Sequence[Sequence[float]],
         fixed: Sequence[int | None],
         prefill_tokens: int,
@@ -244,7 +245,7 @@ class SpeculationPolicy:
     ) -> list[int]:
         """total: draft tokens to verify, whatever the curve says of the present survival; None asks the curve."""
         assert self.curve is not None
-        capacity = min((bound for bound in (self.capacity, self.room) if bound is not None), default=None)
+        capacity = min((bound for bound in (self.share.capacity, self.room) if bound is not None), default=None)
         if total is not None:
             total = capacity = total if capacity is None else min(total, capacity)
         return self._scheduler.allocate(
@@ -253,8 +254,9 @@ class SpeculationPolicy:
             prefill_tokens=prefill_tokens,
             draft_s=self.curve.draft_seconds(num_drafted),
             capacity=capacity,
-            floor=total or 0,
+            floor=max(total or 0, self.share.floor),
             fixed=fixed,
+            weights=self.share.weights_for(running.request.priority for running in decoding),
         )
 
     def _observe(self, decoding: Sequence[RunningRequest], lengths: Sequence[int]) -> None:
@@ -284,10 +286,6 @@ class SpeculationPolicy:
 
     def _fitting(self, running: RunningRequest, length: int) -> int:
         return max(0, min(length, running.room, self.block_size)) if running.is_draftable else 0
-
-    def _scales(self, running: RunningRequest) -> SlotScales | None:
-        assert self.calibration is not None
-        return self.calibration.for_mode(0.0 if running.mode == "greedy" else 1.0)
 
 
 def _likely(survival: Sequence[float]) -> int:

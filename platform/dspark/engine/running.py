@@ -23,7 +23,8 @@ class RunningRequest:
     """table.num_tokens: tokens stored in KV memory. The newest output token, the anchor, is stored by the next step.
 
     steps_undrafted: decode steps since the request was last drafted for; is_probed: it is drafted for in this step
-    only to see whether that pays again. confident_survival: of the present proposal's slots by its confidences alone.
+    only to see whether that pays again. confident_survival: of the present proposal's slots by its confidences alone;
+    expected_survival: the same as they are admitted by, whatever it comes from.
     copies: what lookup knows of it, None where there is no lookup. order: its place among all that came; it keeps its
     turn when it has to wait again, which it did num_preemptions times. digests: of its first pages, as the prefix cache
     knows their text; is_awaited: others wait for those it is reading; num_cached: tokens of the prompt found there.
@@ -43,6 +44,7 @@ class RunningRequest:
     steps_undrafted: int = 0
     is_probed: bool = False
     confident_survival: list[float] | None = None
+    expected_survival: list[float] = field(default_factory=list)
     order: int = 0
     num_preemptions: int = 0
     digests: list[bytes] = field(default_factory=list)

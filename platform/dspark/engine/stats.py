@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dspark.engine.schedule_counts import ScheduleCounts
 from dspark.speculation.statistics import AcceptanceCounts, Round
 
 
@@ -15,6 +16,7 @@ class EngineStats:
     of started requests, and those of them found in pages; prompt_tokens are those that were read. preemptions: times
     that a running request had to give its pages back; reread_tokens: what was read to go on after them.
     requests_beyond_drafter: that went on, or began, without speculation, longer than the drafter's context.
+    schedule: what the scheduler expected beside what came.
     """
 
     steps: int = 0
@@ -37,6 +39,7 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
     rounds: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     copies: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    schedule: ScheduleCounts = field(default_factory=ScheduleCounts)
 
     def add_read(self, num_tokens: int, *, is_again: bool) -> None:
         """Count a chunk that was read, of a prompt or, after a preemption, of all there was."""

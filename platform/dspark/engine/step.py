@@ -7,6 +7,7 @@ from dspark.attention.flat_batch import FlatBatch, Piece
 from dspark.engine.request import FinishReason
 from dspark.engine.running import RunningRequest
 from dspark.engine.target import TargetOutput
+from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.proposal import Proposal, Verdict
 from dspark.speculation.statistics import Round
 
@@ -68,7 +69,14 @@ class Launched:
     batch: FlatBatch
     output: TargetOutput
     clock_s: list[float]
-    num_drafted: int
+    num_drafted: int = 0
+
+    def predicted_seconds(self, curve: CostCurve | None) -> float | None:
+        """What the curve says of the whole step, drafting included; None without one."""
+        if curve is None:
+            return None
+        others_s = (len(self.works) - 1) * curve.request_s
+        return curve.verify_seconds(self.batch.num_tokens) + others_s + curve.draft_seconds(self.num_drafted)
 
 
 def read_prompt(running: RunningRequest, max_tokens: int) -> Work:

@@ -195,6 +195,27 @@ def contest_plot(contest: Mapping[str, Mapping[str, Mapping[str, Mapping[str, An
     return _data_uri(figure)
 
 
+def fleet_plot(sweep: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
+    """Tokens per second over those of a user, and verify lengths over load, a line per policy; None when it is empty.
+
+    sweep: by policy, the figures of a simulated fleet at each `concurrency`, as `FleetResult.figures` gives them.
+    """
+    if not any(sweep.values()):
+        return None
+    figure = Figure(figsize=(11, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, (policy, rows) in enumerate(sweep.items()):
+        loads = [row["concurrency"] for row in rows]
+        speeds = [row["user_tokens_per_s"] for row in rows]
+        left.plot(speeds, [row["tokens_per_s"] for row in rows], label=policy, **_line(number))
+        right.plot(loads, [row["verify_length"] for row in rows], label=policy, **_line(number))
+    left.set_yscale("log")
+    right.set_xscale("log", base=2)
+    _finish(left, "throughput at a user's speed", "tokens per second of a user", "tokens per second in all")
+    _finish(right, "verify budget", "concurrent requests of a replica", "draft tokens per request")
+    return _data_uri(figure)
+
+
 def _times(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, *, colour: str, label: str) -> None:
     """Measured medians with their quartiles, and the curve through them."""
     sizes = [row[key] for row in rows]

@@ -48,8 +48,8 @@ int dspark_allocate(const Schedule* step, double draft_s, int64_t capacity, int6
 }
 
 int dspark_choose_drafting(const Schedule* step, const uint8_t* is_free, const double* draft_s, double min_gain,
-                           int most_tried, uint8_t* drafted) {
-  return choose_drafting(*step, is_free, draft_s, min_gain, most_tried, drafted);
+                           int max_drafted, int most_tried, uint8_t* drafted) {
+  return choose_drafting(*step, is_free, draft_s, min_gain, max_drafted, most_tried, drafted);
 }
 
 #if DSPARK_BF16_DOT

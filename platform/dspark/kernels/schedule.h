@@ -12,6 +12,7 @@ struct Schedule {
   const double* survival;   // all rows, one behind the other
   const int32_t* offsets;   // [R + 1] where a request's row begins
   const int32_t* fixed;     // [R] a length that is not up for decision, or -1
+  const double* weights;    // [R] what a token of a request counts; may be null
   const double* verify_s;   // [n] seconds of a step over 0, 1, ... tokens, as if there were no buckets
   const int32_t* padded;    // [n] tokens that are computed for so many
   double others_s;          // what the requests beside the first add to a step
@@ -35,7 +36,7 @@ inline bool is_sound(const Schedule& step) {
 }
 
 struct Slot {
-  double survival;
+  double survival;  // times weight
   int32_t place, request;
 };
 
@@ -49,24 +50,25 @@ struct Ranking {
 
 inline Ranking rank(const Schedule& step) {
   Ranking found;
-  double of_fixed = 0.0;
+  double of_fixed = 0.0, of_anchors = 0.0;
   for (int r = 0; r < step.num_requests; ++r) {
     const double* row = step.survival + step.offsets[r];
     const int width = step.offsets[r + 1] - step.offsets[r], fixed = step.fixed[r];
-    double falling = 1.0, sum = 0.0;
+    const double weight = step.weights == nullptr ? 1.0 : step.weights[r];
+    double falling = 1.0;
     for (int k = 0; k < (fixed < 0 ? width : fixed); ++k) {
       falling = std::min(falling, row[k]);
       if (fixed >= 0) {
-        sum += falling;
-      } else if (falling > 0.0) {
-        found.slots.push_back({falling, k, r});
+        of_fixed += weight * falling;
+      } else if (weight * falling > 0.0) {
+        found.slots.push_back({weight * falling, k, r});
       }
     }
-    of_fixed += sum;
+    of_anchors += weight;
     found.num_fixed += std::max(fixed, 0);
   }
   found.tokens = step.num_requests + found.num_fixed + step.prefill_tokens;
-  found.tau = step.num_requests + of_fixed;
+  found.tau = of_anchors + of_fixed;
   std::sort(found.slots.begin(), found.slots.end(), [](const Slot& a, const Slot& b) {
     if (a.survival != b.survival) return a.survival > b.survival;
     return a.place != b.place ? a.place < b.place : a.request < b.request;
@@ -131,20 +133,21 @@ inline std::vector<int32_t> by_gain(const Schedule& step, const Ranking& ranking
   return order;
 }
 
-// drafted: [R]. draft_s: [R + 1] seconds of drafting for 0, 1, ... requests. False as above.
+// drafted: [R]. draft_s: [R + 1] seconds of drafting for 0, 1, ... requests. max_drafted: -1 = no bound. False as above.
 inline bool choose_drafting(const Schedule& step, const uint8_t* is_free, const double* draft_s, double min_gain,
-                            int32_t most_tried, uint8_t* drafted) {
+                            int32_t max_drafted, int32_t most_tried, uint8_t* drafted) {
   if (!is_sound(step)) return false;
   const Ranking ranking = rank(step);
   const std::vector<int32_t> order = by_gain(step, ranking, is_free);
-  const int32_t largest = int32_t(order.size());
   std::vector<int32_t> place(step.num_requests, step.num_requests);
-  int64_t num_forced = 0;
-  for (int32_t i = 0; i < largest; ++i) place[order[i]] = i;
+  int32_t num_forced = 0;
+  for (int32_t i = 0; i < int32_t(order.size()); ++i) place[order[i]] = i;
   for (int32_t r = 0; r < step.num_requests; ++r) {
     if (is_free[r]) place[r] = -1;
     else num_forced += step.fixed[r] > 0;
   }
+  int32_t largest = int32_t(order.size());
+  if (max_drafted >= 0) largest = std::min(largest, std::max(0, max_drafted - num_forced));
   std::vector<Slot> chosen;
   chosen.reserve(ranking.slots.size());
   const auto rate = [&](int32_t num_drafted) {

@@ -21,6 +21,7 @@ from dspark.engine.request import FinishReason, GenerationRequest
 from dspark.engine.step import StepOutput
 from dspark.errors import DsparkError
 from dspark.serving.metrics import ReplicaMetrics
+from dspark.speculation.fleet import Share
 
 log = logging.getLogger("dspark")
 
@@ -57,17 +58,15 @@ class _Abort:
 class EngineLoop:
     """Owns the thread that steps the engine. `generate` is for one event loop, the rest for any thread.
 
-    capacity: asked before every step for the most draft tokens it may verify; it must not wait for anything.
+    share: asked before every step for the bounds on what it drafts and verifies; it must not wait for anything.
     """
 
-    def __init__(
-        self, engine: Engine, metrics: ReplicaMetrics, *, capacity: Callable[[], int | None] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, metrics: ReplicaMetrics, *, share: Callable[[], Share] | None = None) -> None:
         self.engine = engine
         engine.meanwhile = self._take_new
         self.num_open = 0
         self._metrics = metrics
-        self._capacity = capacity
+        self._share = share
         self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
         self._held: deque[_Abort | None] = deque()  # taken out in the midst of a step, and not for then
         self._receivers: dict[str, _Receiver] = {}  # the engine thread's own
@@ -146,8 +145,8 @@ class EngineLoop:
         reason = EngineStopped("the engine was stopped")
         try:
             while self._apply_inbox():
-                if self._capacity is not None:
-                    self.engine.draft_capacity = self._capacity()
+                if self._share is not None:
+                    self.engine.policy.share = self._share()
                 for output in self.engine.step():
                     self._deliver(output)
         except Exception as error:

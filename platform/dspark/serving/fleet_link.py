@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from dspark.engine.engine import Engine
 from dspark.errors import one_line
+from dspark.provenance import fingerprint
 from dspark.serving.config import FleetConfig
 from dspark.serving.scheduler_actor import Exchange
-from dspark.speculation.fleet import Lease, ReplicaReport
+from dspark.speculation.fleet import FREE, Lease, ReplicaReport, Share, summarise
 
 NEWEST_WEIGHT = 0.3  # of the newest interval in the running means
 
@@ -17,13 +18,16 @@ log = logging.getLogger("dspark")
 
 
 class FleetLink:
-    """Exchanges reports for leases in a thread of its own. `capacity` only looks at a lease and a clock."""
+    """Exchanges reports for leases in a thread of its own. `share` only looks at a lease and a clock.
+
+    report: makes the report of a number, with the cost curve if that is asked for.
+    """
 
     def __init__(
         self,
         config: FleetConfig,
         *,
-        report: Callable[[int], ReplicaReport],
+        report: Callable[[int, bool], ReplicaReport],
         connect: Callable[[FleetConfig], Exchange],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -35,7 +39,9 @@ class FleetLink:
         self._exchange: Exchange | None = None
         self._sequence = 0
         self._lease: Lease | None = None
+        self._received_at = 0.0
         self._expires = 0.0
+        self._wants_curve = True
         self._newest_epoch = 0
         self._changing = threading.Lock()
         self._stopping = threading.Event()
@@ -50,17 +56,23 @@ class FleetLink:
     @property
     def is_attached(self) -> bool:
         """Whether a lease holds now."""
-        self.capacity()
-        return self._lease is not None
+        return self.lease_age_s is not None
 
-    def capacity(self) -> int | None:
-        """Most draft tokens of the next step; None when the lease sets no bound, or there is none."""
+    @property
+    def lease_age_s(self) -> float | None:
+        """Seconds since the lease that holds was asked for; None where none holds."""
+        self.share()
+        with self._changing:
+            return None if self._lease is None else self._clock() - self._received_at
+
+    def share(self) -> Share:
+        """Bounds on the next step; none without a lease."""
         with self._changing:
             if self._lease is not None and self._clock() >= self._expires:
                 self._lease = None
                 self.num_fallbacks += 1
                 log.warning("the fleet scheduler's lease has run out: verify lengths are decided by this replica alone")
-            return None if self._lease is None else self._lease.capacity
+            return FREE if self._lease is None else self._lease.share
 
     def exchange_once(self) -> None:
         """One report for one lease. Whatever fails is tried again at the next time, by the actor's name."""
@@ -69,13 +81,14 @@ class FleetLink:
         try:
             if self._exchange is None:
                 self._exchange = self._connect(self._config)
-            lease = self._exchange(self._report(self._sequence))
+            lease = self._exchange(self._report(self._sequence, self._wants_curve))
         except Exception as error:  # the scheduler may be missing in any way; the engine must not notice
             self._exchange = None
+            self._wants_curve = True  # whoever answers next may know nothing
             log.debug("no lease: %s: %s", type(error).__name__, one_line(error))
         else:
             self._accept(lease, sent_at)
-        self.capacity()
+        self.share()
 
     def _accept(self, lease: Lease, sent_at: float) -> None:
         with self._changing:
@@ -85,11 +98,17 @@ class FleetLink:
                 log.info("attached to the fleet scheduler")
             self._newest_epoch = lease.epoch
             self._lease = lease
+            self._wants_curve = lease.wants_curve
+            self._received_at = sent_at
             self._expires = sent_at + lease.ttl_s  # from before it was asked for: never longer than it was meant
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._config.report_every_s):
+        while not self._stopping.wait(self._every_s()):
             self.exchange_once()
+
+    def _every_s(self) -> float:
+        asked = 0.0 if self._lease is None else self._lease.report_every_s
+        return max(self._config.report_every_s, asked)
 
 
 class LoadMeter:
@@ -98,26 +117,43 @@ class LoadMeter:
     def __init__(self, engine: Engine, replica_id: str) -> None:
         self._engine = engine
         self._replica_id = replica_id
-        self._seen = (0, 0.0, 0, 0)
+        self._seen = dict.fromkeys(self._counters(), 0.0)
         self._step_s = 0.0
-        self._gain = 1.0  # until something was verified, so that it gets the chance
+        self._drift = 1.0
+        self._prefill_tokens = 0.0
+        curve = engine.policy.curve
+        self._curve_id = "" if curve is None else fingerprint(curve.to_dict())
 
-    def report(self, sequence: int) -> ReplicaReport:
-        """The replica's state now and its running means."""
-        stats, engine = self._engine.stats, self._engine
-        now = (stats.steps, stats.step_s, stats.scheduled_tokens, stats.rounds.accepted_tokens)
-        steps, seconds, verified, accepted = (new - old for new, old in zip(now, self._seen, strict=True))
+    def report(self, sequence: int, with_curve: bool = False) -> ReplicaReport:
+        """The replica's requests now, and the running means of what its steps cost."""
+        now = self._counters()
+        new = {name: value - self._seen[name] for name, value in now.items()}
         self._seen = now
-        if steps:
+        if new["steps"]:
             weight = NEWEST_WEIGHT if self._step_s else 1.0
-            self._step_s += weight * (seconds / steps - self._step_s)
-        if verified:
-            self._gain += NEWEST_WEIGHT * (accepted / verified - self._gain)
+            self._step_s += weight * (new["seconds"] / new["steps"] - self._step_s)
+            self._prefill_tokens += weight * (new["read"] / new["steps"] - self._prefill_tokens)
+        if new["predicted_s"] > 0:
+            self._drift += NEWEST_WEIGHT * (new["measured_s"] / new["predicted_s"] - self._drift)
+        engine = self._engine
+        rows = [(one.request.priority, one.estimate.survival(engine.block_size)) for one in engine.running]
         return ReplicaReport(
             replica_id=self._replica_id,
             sequence=sequence,
-            num_running=engine.num_running,
-            max_draft_tokens=engine.num_running * engine.block_size,
-            expected_gain=self._gain,
+            groups=summarise(rows),
+            curve_id=self._curve_id,
+            curve=engine.policy.curve if with_curve else None,
             step_s=self._step_s,
+            drift=self._drift,
+            prefill_tokens=self._prefill_tokens,
         )
+
+    def _counters(self) -> dict[str, float]:
+        stats = self._engine.stats
+        return {
+            "steps": stats.steps,
+            "seconds": stats.step_s,
+            "read": stats.prompt_tokens + stats.reread_tokens,
+            "predicted_s": stats.schedule.predicted_s,
+            "measured_s": stats.schedule.measured_s,
+        }

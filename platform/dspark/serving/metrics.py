@@ -106,9 +106,9 @@ def engine_families(engine: Engine) -> list[Metric]:
     return [
         *(counter(name, text, value) for name, (text, value) in counters.items()),
         *(gauge(name, text, value) for name, (text, value) in gauges.items()),
-        _by_position("position_proposed", "Verifications that had a draft token at the position.", rounds.proposed),
-        _by_position("position_reached", "… whose tokens before it all stood.", rounds.reached),
-        _by_position("position_accepted", "… whose token at it stood too.", rounds.accepted),
+        by_position("position_proposed", "Verifications that had a draft token at the position.", rounds.proposed),
+        by_position("position_reached", "… whose tokens before it all stood.", rounds.reached),
+        by_position("position_accepted", "… whose token at it stood too.", rounds.accepted),
     ]
 
 
@@ -156,7 +156,7 @@ class _Collected(CollectorRegistry):
         return self._families
 
 
-def _by_position(name: str, text: str, counts: Sequence[int]) -> Metric:
+def by_position(name: str, text: str, counts: Sequence[float]) -> Metric:
     family = CounterMetricFamily(f"dspark_{name}", text, labels=["position"])
     for position, count in enumerate(counts):
         family.add_metric([str(position)], count)

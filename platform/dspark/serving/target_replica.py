@@ -18,11 +18,13 @@ from dspark.serving.config import ServeConfig
 from dspark.serving.engine_client import Delta
 from dspark.serving.engine_loop import EngineLoop, EngineStopped
 from dspark.serving.fleet_link import FleetLink, LoadMeter
-from dspark.serving.metrics import ReplicaMetrics, counter, engine_families, gauge, with_label
+from dspark.serving.metrics import ReplicaMetrics, engine_families, gauge, with_label
 from dspark.serving.openai_schema import GenerateRequest, Refusal, RequestRefused
 from dspark.serving.resolve import RequestResolver
+from dspark.serving.schedule_metrics import fleet_families, schedule_families
 from dspark.serving.scheduler_actor import connect_scheduler
 from dspark.serving.token_logprobs import TokenTexts
+from dspark.serving.vllm_metrics import vllm_families
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -49,6 +51,7 @@ class TargetReplica:
         )
         engine = self.loaded.engine
         self._limits = config.limits
+        self._model_name = config.model_name
         self._resolver = RequestResolver(self.loaded, _chat(config, self.loaded), config.limits)
         self._token_texts = TokenTexts(self._resolver.tokenizer)
         self._metrics = ReplicaMetrics()
@@ -57,7 +60,7 @@ class TargetReplica:
             meter = LoadMeter(engine, self.id)
             self._fleet = FleetLink(config.fleet, report=meter.report, connect=connect_scheduler)
             self._fleet.start()
-        self._loop = EngineLoop(engine, self._metrics, capacity=self._fleet.capacity if self._fleet else None)
+        self._loop = EngineLoop(engine, self._metrics, share=self._fleet.share if self._fleet else None)
         self._loop.start()
         log.info("replica %s serves %s, drafter %s", self.id, config.target.name, engine.drafter_kind)
 
@@ -97,7 +100,7 @@ class TargetReplica:
     async def metrics(self) -> "list[Metric]":
         """Metric families, each sample with this replica's id."""
         families = [*self._metrics.families(), *engine_families(self.loaded.engine), *self._state_families()]
-        return with_label(families, "replica", self.id)
+        return with_label([*families, *vllm_families(families, self._model_name)], "replica", self.id)
 
     async def check_health(self) -> None:
         """Raises: EngineStopped when the engine no longer runs; Serve then replaces the replica."""
@@ -133,11 +136,9 @@ class TargetReplica:
         if engine.policy.verify_length is not None:
             text = "Draft tokens every step verifies; absent when the scheduler decides."
             families.append(gauge("fixed_verify_length", text, engine.policy.verify_length))
+        families += schedule_families(engine)
         if self._fleet is not None:
-            is_attached = self._fleet.is_attached
-            text = "Times a lease ran out and the replica went on by its local rule."
-            families.append(counter("fleet_fallbacks", text, self._fleet.num_fallbacks))
-            families.append(gauge("fleet_attached", "1 while a lease of the fleet scheduler holds.", is_attached))
+            families += fleet_families(self._fleet)
         return families
 
 

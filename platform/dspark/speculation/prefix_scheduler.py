@@ -49,6 +49,7 @@ class PrefixScheduler:
         capacity: int | None = None,
         floor: int = 0,
         fixed: FixedLengths | None = None,
+        weights: Sequence[float] | None = None,
     ) -> list[int]:
         """Draft tokens to verify per request, raising tau / (T_verify(B) + draft_s) while each next one does.
 
@@ -59,6 +60,7 @@ class PrefixScheduler:
         capacity, floor: bounds on the sum of lengths, known before the block was drafted; floor slots are admitted by
         rank without asking the curve (the capacity of the lagged form), capacity is never exceeded by a decision.
         fixed: a length that is not up for decision, or None, per request. It counts in B, tau, capacity and floor.
+        weights: what a token of each request counts in tau and in the ranking, known beforehand; None: 1 for all.
         Raises: ValueError for a row that is no cumulative product, or a fixed length its row does not have.
         """
         if not survival:
@@ -71,10 +73,11 @@ class PrefixScheduler:
             capacity=capacity,
             floor=floor,
             fixed=fixed,
+            weights=weights,
         )
         if decided is not None:
             return decided
-        step = _rank(survival, fixed, prefill_tokens)
+        step = _rank(survival, fixed, prefill_tokens, weights)
         num_fixed = int(step.lengths.sum())
         slots = step.slots if capacity is None else step.slots[: max(0, capacity - num_fixed)]
         step_s = _smooth_seconds(step, curve) + draft_s
@@ -92,6 +95,8 @@ def choose_drafting(
     fixed: FixedLengths | None = None,
     is_free: Sequence[bool] | None = None,
     min_gain: float = 0.0,
+    max_drafted: int | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[bool]:
     """Which requests to draft in this step, maximising (R + sum a) / (T_verify(B) + T_draft(requests drafted)).
 
@@ -103,6 +108,8 @@ def choose_drafting(
     lengths `allocate` would give them: what it would not verify is not worth drafting. Estimates from past rounds say
     nothing about tokens not yet drawn, so unlike `allocate` this may search; ties go to fewer requests.
     min_gain: share by which tokens per second must be expected to rise; below it nothing is drafted.
+    max_drafted: most requests to draft for, those with a fixed length included, which come first. weights: as in
+    `allocate`.
     Above 32 requests not every number is tried. Raises: ValueError as `allocate` does.
     """
     if not expected_survival:
@@ -114,18 +121,26 @@ def choose_drafting(
         fixed=fixed,
         is_free=is_free,
         min_gain=min_gain,
+        max_drafted=max_drafted,
+        weights=weights,
         most_tried=MAX_SIZES_TRIED,
     )
     if decided is not None:
         return decided
-    step = _rank(expected_survival, fixed, prefill_tokens)
+    step = _rank(expected_survival, fixed, prefill_tokens, weights)
     free = np.zeros(len(expected_survival), dtype=np.bool_) if is_free is None else np.array(is_free, dtype=np.bool_)
+    return _chosen(step, curve, free, min_gain=min_gain, max_drafted=max_drafted)
+
+
+def _chosen(
+    step: "_Step", curve: CostCurve, free: NDArray[np.bool_], *, min_gain: float, max_drafted: int | None
+) -> list[bool]:
     is_forced = (step.lengths > 0) & ~free
     num_forced = int(is_forced.sum())
     verify_s = _smooth_seconds(step, curve)
     order = _by_gain(step, verify_s)
     order = order[~free[order]]
-    place = np.full(len(expected_survival), len(expected_survival))
+    place = np.full(len(free), len(free))
     place[order] = np.arange(len(order))
     place[free] = -1
     place_of_slot = place[step.requests]
@@ -137,7 +152,8 @@ def choose_drafting(
         tau = step.tau + float(slots[:num_admitted].sum())
         return tau / (curve.verify_seconds(step.tokens + num_admitted) + _others_s(step, curve) + draft_s)
 
-    num_drafted = _best_size(tokens_per_second, len(order))
+    most = len(order) if max_drafted is None else min(len(order), max(0, max_drafted - num_forced))
+    num_drafted = _best_size(tokens_per_second, most)
     if tokens_per_second(num_drafted) < (1.0 + min_gain) * tokens_per_second(0):
         num_drafted = 0
     drafted: list[bool] = (((place >= 0) & (place < num_drafted)) | is_forced).tolist()
@@ -166,7 +182,7 @@ class _Step:
     """A step before anything is decided, and the slots up for decision in the order of admission.
 
     tokens: B with the fixed lengths alone, prefill_tokens of them others'; tau: what that yields. lengths: [R] fixed
-    lengths, 0 where open. slots: [n] float64 survival, falling and above 0; requests: [n] whose they are.
+    lengths, 0 where open. slots: [n] float64 survival times weight, falling and above 0; requests: [n] whose they are.
     """
 
     tokens: int
@@ -177,10 +193,16 @@ class _Step:
     requests: NDArray[np.int64]
 
 
-def _rank(survival: Sequence[Sequence[float]], fixed: FixedLengths | None, prefill_tokens: int) -> _Step:
+def _rank(
+    survival: Sequence[Sequence[float]],
+    fixed: FixedLengths | None,
+    prefill_tokens: int,
+    weights: Sequence[float] | None = None,
+) -> _Step:
     num_requests = len(survival)
     widths = np.fromiter(map(len, survival), np.int64, num_requests)
-    table = _survival_table(survival, widths)
+    factors = np.ones(num_requests) if weights is None else np.array(weights, dtype=np.float64)
+    table = _survival_table(survival, widths) * factors[:, None]
     is_open, lengths = _fixed_lengths(fixed, widths)
     flat = np.where(is_open[:, None], table, 0.0).T.ravel()  # slot by slot: a stable sort keeps ties in that order
     order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
@@ -188,7 +210,7 @@ def _rank(survival: Sequence[Sequence[float]], fixed: FixedLengths | None, prefi
     return _Step(
         tokens=num_requests + int(lengths.sum()) + prefill_tokens,
         prefill_tokens=prefill_tokens,
-        tau=num_requests + float(fixed_slots.sum()),
+        tau=float(factors.sum() + fixed_slots.sum()),
         lengths=lengths,
         slots=flat[order],
         requests=order % num_requests,

@@ -17,12 +17,19 @@ class Step:
     """A step as the kernel reads it. It keeps what the call points to."""
 
     def __init__(
-        self, survival: Sequence[Sequence[float]], curve: CostCurve, fixed: FixedLengths | None, prefill_tokens: int
+        self,
+        survival: Sequence[Sequence[float]],
+        curve: CostCurve,
+        *,
+        fixed: FixedLengths | None,
+        prefill_tokens: int,
+        weights: Sequence[float] | None,
     ) -> None:
         num_requests = len(survival)
         self._values = array("d", chain.from_iterable(survival))
         self._offsets = array("i", accumulate(map(len, survival), initial=0))
         self._fixed = array("i", [-1 if length is None else length for length in fixed or [None] * num_requests])
+        self._weights = None if weights is None else array("d", weights)
         num_tokens = num_requests + sum(max(0, length) for length in self._fixed) + prefill_tokens
         self._seconds, self._padded = curve.lookup.verifying(num_requests + len(self._values) + prefill_tokens)
         self.call = native.Schedule(
@@ -31,6 +38,7 @@ class Step:
             survival=self._values.buffer_info()[0],
             offsets=self._offsets.buffer_info()[0],
             fixed=self._fixed.buffer_info()[0],
+            weights=None if self._weights is None else self._weights.buffer_info()[0],
             verify_s=self._seconds.buffer_info()[0],
             padded=self._padded.buffer_info()[0],
             others_s=other_seconds(curve, num_requests, num_tokens, prefill_tokens),
@@ -58,12 +66,13 @@ def quick_allocate(
     capacity: int | None,
     floor: int,
     fixed: FixedLengths | None,
+    weights: Sequence[float] | None,
 ) -> list[int] | None:
     """Lengths as `PrefixScheduler.allocate` gives them; None leaves it to that."""
     kernels = native.kernels()
     if kernels is None or not _are_lengths(fixed, len(survival)):
         return None
-    step = Step(survival, curve, fixed, prefill_tokens)
+    step = Step(survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, weights=weights)
     return kernels.allocate(step.call, draft_s=draft_s, capacity=capacity, floor=floor)
 
 
@@ -75,17 +84,26 @@ def quick_choice(
     fixed: FixedLengths | None,
     is_free: Sequence[bool] | None,
     min_gain: float,
+    max_drafted: int | None,
+    weights: Sequence[float] | None,
     most_tried: int,
 ) -> list[bool] | None:
     """Who is drafted as `choose_drafting` says; None leaves it to that."""
     kernels = native.kernels()
     if kernels is None or not _are_lengths(fixed, len(survival)):
         return None
-    step = Step(survival, curve, fixed, prefill_tokens)
+    step = Step(survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, weights=weights)
     free = bytes(len(survival)) if is_free is None else bytes(is_free)
     draft_s = curve.lookup.drafting(len(survival))
     address = draft_s.buffer_info()[0]
-    return kernels.choose_drafting(step.call, is_free=free, draft_s=address, min_gain=min_gain, most_tried=most_tried)
+    return kernels.choose_drafting(
+        step.call,
+        is_free=free,
+        draft_s=address,
+        min_gain=min_gain,
+        max_drafted=max_drafted,
+        most_tried=most_tried,
+    )
 
 
 def _are_lengths(fixed: FixedLengths | None, num_requests: int) -> bool:

@@ -12,6 +12,7 @@ from dspark.engine.draft_runner import NGramDraftRunner, SequentialDraftRunner
 from dspark.engine.hidden_states import HiddenStateCapture
 from dspark.engine.sampling import SamplingParams
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.fleet import Share
 from scripted_drafters import FixedDistributionDrafter, ScriptedDrafter
 from tiny_engine import PROMPTS, VOCABULARY, greedy_continuations, ids_of, load, make_engine, request, run
 
@@ -195,15 +196,17 @@ def test_a_drafter_that_fails_is_left_alone_but_tried_again(model, continuations
     assert all(times >= 3 for times in tried)
 
 
-def test_the_capacity_from_outside_bounds_every_step(model, continuations):
-    engine = make_engine(model, scripted(continuations), curve=FLAT)
-    engine.draft_capacity = 5
+@pytest.mark.parametrize("settings", [{"curve": FLAT}, {"verify_length": 3}], ids=["by curve", "fixed"])
+def test_a_share_bounds_every_step(model, continuations, settings):
+    engine = make_engine(model, scripted(continuations), **settings)
+    engine.policy.share = Share(max_drafted=3, capacity=5)
     for one in requests():
         engine.add(one)
     while engine.has_work:
-        before = engine.stats.scheduled_tokens
+        verified, drafted = engine.stats.scheduled_tokens, engine.stats.drafted
         engine.step()
-        assert engine.stats.scheduled_tokens - before <= 5
+        assert engine.stats.scheduled_tokens - verified <= 5
+        assert engine.stats.drafted - drafted <= 3
     assert engine.stats.scheduled_tokens > 0
 
 

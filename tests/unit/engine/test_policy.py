@@ -1,5 +1,6 @@
 """Who is drafted for and how much is verified: fixed lengths, what pays, probes, and what is learnt from verdicts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from dspark.engine.policy import NUM_AHEAD, PROBE_LENGTH, SpeculationPolicy
 from dspark.engine.probing import MOST_PROBED, PROBE_SHARE
 from dspark.engine.running import RunningRequest
 from dspark.engine.sampling import SamplingParams
+from dspark.engine.step import Launched
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.fleet import Share
 from dspark.speculation.proposal import Proposal
 from tiny_engine import request
 
@@ -148,7 +151,7 @@ def test_a_curve_of_another_pace_is_corrected_by_what_steps_take() -> None:
     for chooser in (seen, kept):
         assert chooser.choose([running()], prefill_tokens=0)[0] > 0
         for _ in range(300):  # drafting takes six times as long
-            chooser.note_step(num_tokens=2, num_requests=1, num_drafted=1, draft_s=1.2, verify_s=1.1)
+            chooser.note_step(Launched([None], SimpleNamespace(num_tokens=2), None, [], 1), [0.0, 1.2, 2.2, 2.3])
     assert seen.choose([running()], prefill_tokens=0) == [0]
     assert kept.choose([running()], prefill_tokens=0)[0] > 0
 
@@ -191,5 +194,37 @@ def test_a_capacity_from_outside_bounds_what_is_verified() -> None:
     chooser, everyone = policy(), [running(), running()]
     rows = [[0.9, 0.8, 0.7], [0.95, 0.9, 0.85]]
     assert sum(chooser.allocate(everyone, rows, prefill_tokens=0)) == 6
-    chooser.capacity = 2
+    chooser.share = Share(capacity=2)
     assert chooser.allocate(everyone, rows, prefill_tokens=0) in ([0, 2], [1, 1])
+
+
+@pytest.mark.parametrize("curve", [FLAT, None])
+def test_a_share_bounds_fixed_lengths_too_with_and_without_a_curve(curve) -> None:
+    chooser, everyone = policy(curve=curve, verify_length=3), [running(), running(), running(verify_length=7)]
+    rows = [[0.9] * 3, [0.9] * 3, [0.9] * 7]
+    assert chooser.choose(everyone, prefill_tokens=0) == [3, 3, 7]
+    chooser.share = Share(capacity=5)
+    assert chooser.choose(everyone, prefill_tokens=0) == [2, 2, 1]
+    assert chooser.allocate(everyone, rows, prefill_tokens=0) == [2, 2, 1]
+    chooser.share = Share(max_drafted=2)
+    assert chooser.choose(everyone, prefill_tokens=0) == [3, 3, 0]
+    chooser.share = Share(max_drafted=0, capacity=0)
+    assert chooser.choose(everyone, prefill_tokens=0) == [0, 0, 0]
+    assert chooser.allocate(everyone, rows, prefill_tokens=0) == [0, 0, 0]
+
+
+def test_a_share_bounds_who_is_drafted_for_where_the_curve_decides() -> None:
+    chooser, everyone = policy(), [running() for _ in range(5)]
+    assert sum(n > 0 for n in chooser.choose(everyone, prefill_tokens=0)) == 5
+    chooser.share = Share(max_drafted=2)
+    assert sum(n > 0 for n in chooser.choose(everyone, prefill_tokens=0)) == 2
+
+
+def test_a_floor_is_verified_where_the_curve_would_not_and_weights_say_whose() -> None:
+    chooser, everyone = policy(curve=DEAR), [running(), running(priority=-1)]
+    rows = [[0.9, 0.8], [0.5, 0.4]]
+    assert chooser.allocate(everyone, rows, prefill_tokens=0) == [0, 0]
+    chooser.share = Share(floor=2)
+    assert chooser.allocate(everyone, rows, prefill_tokens=0) == [2, 0]
+    chooser.share = Share(floor=2, weights={-1: 4.0})
+    assert chooser.allocate(everyone, rows, prefill_tokens=0) == [0, 2]

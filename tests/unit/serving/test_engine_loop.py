@@ -10,6 +10,7 @@ import pytest
 from dspark.engine.engine import Engine
 from dspark.serving.engine_loop import EngineLoop, EngineStopped, _Abort, _Add, _Receiver
 from dspark.serving.metrics import ReplicaMetrics
+from dspark.speculation.fleet import Share
 from tiny_engine import PROMPTS, greedy_continuations, ids_of, load, make_engine, request
 from tiny_serving import wait_until
 
@@ -167,18 +168,18 @@ def test_time_is_up(loop: EngineLoop) -> None:
     assert asyncio.run(wait_until(lambda: is_empty(loop.engine)))
 
 
-def test_the_capacity_is_asked_for_before_each_step(engine: Engine) -> None:
+def test_the_share_is_asked_for_before_each_step(engine: Engine) -> None:
     asked: list[int] = []
 
-    def capacity() -> int:
+    def share() -> Share:
         asked.append(len(asked))
-        return 5
+        return Share(capacity=5)
 
-    loop = EngineLoop(engine, ReplicaMetrics(), capacity=capacity)
+    loop = EngineLoop(engine, ReplicaMetrics(), share=share)
     loop.start()
     asyncio.run(outputs_of(loop, request([5], max_tokens=6)))
     loop.stop()
-    assert engine.draft_capacity == 5
+    assert engine.policy.share == Share(capacity=5)
     assert len(asked) == engine.stats.steps
 
 

@@ -11,7 +11,8 @@ from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.draft_runner import NGramDraftRunner
 from dspark.serving.config import FleetConfig
 from dspark.serving.fleet_link import FleetLink, LoadMeter
-from dspark.speculation.fleet import Lease, ReplicaReport
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.fleet import FREE, Lease, ReplicaReport, Share
 from tiny_engine import PROMPTS, load, make_engine, request
 
 
@@ -21,12 +22,15 @@ class Fleet:
     def __init__(self, *, capacity: int | None = 7) -> None:
         self.capacity, self.epoch, self.now, self.is_there = capacity, 1, 100.0, True
         self.sequences: list[int] = []
+        self.curves: list[bool] = []
+        self.every_s, self.wants_curve = 0.0, False
         self.num_connects = 0
         config = FleetConfig(lease_ttl_s=1.0)
         self.link = FleetLink(config, report=self.report, connect=self.connect, clock=lambda: self.now)
 
-    def report(self, sequence: int) -> ReplicaReport:
-        return ReplicaReport("a", sequence, 0, 0, 0.5, 0.01)
+    def report(self, sequence: int, with_curve: bool) -> ReplicaReport:
+        self.curves.append(with_curve)
+        return ReplicaReport("a", sequence, step_s=0.01)
 
     def connect(self, config: FleetConfig) -> Any:
         self.num_connects += 1
@@ -36,22 +40,22 @@ class Fleet:
         if not self.is_there:
             raise ConnectionError("the actor died")
         self.sequences.append(report.sequence)
-        return Lease(self.capacity, 1.0, self.epoch)
+        return Lease(Share(capacity=self.capacity), 1.0, self.epoch, self.every_s, self.wants_curve)
 
 
 def test_without_a_lease_there_is_no_bound_and_no_fallback() -> None:
     fleet = Fleet()
-    assert (fleet.link.capacity(), fleet.link.is_attached, fleet.link.num_fallbacks) == (None, False, 0)
+    assert (fleet.link.share().capacity, fleet.link.is_attached, fleet.link.num_fallbacks) == (None, False, 0)
 
 
 def test_a_lease_bounds_until_it_runs_out() -> None:
     fleet = Fleet()
     fleet.link.exchange_once()
     fleet.now += 0.99
-    assert (fleet.link.capacity(), fleet.link.is_attached) == (7, True)
+    assert (fleet.link.share().capacity, fleet.link.is_attached) == (7, True)
     fleet.now += 0.02
-    assert (fleet.link.capacity(), fleet.link.is_attached, fleet.link.num_fallbacks) == (None, False, 1)
-    assert fleet.link.capacity() is None
+    assert (fleet.link.share().capacity, fleet.link.is_attached, fleet.link.num_fallbacks) == (None, False, 1)
+    assert fleet.link.share().capacity is None
     assert fleet.link.num_fallbacks == 1  # once per loss, however often it is asked
 
 
@@ -62,10 +66,10 @@ def test_a_replica_attaches_again_by_itself() -> None:
     for _ in range(12):
         fleet.now += 0.1
         fleet.link.exchange_once()
-    assert (fleet.link.capacity(), fleet.link.num_fallbacks) == (None, 1)
+    assert (fleet.link.share().capacity, fleet.link.num_fallbacks) == (None, 1)
     fleet.is_there, fleet.epoch, fleet.capacity = True, 2, 3
     fleet.link.exchange_once()
-    assert (fleet.link.capacity(), fleet.link.is_attached, fleet.link.num_fallbacks) == (3, True, 1)
+    assert (fleet.link.share().capacity, fleet.link.is_attached, fleet.link.num_fallbacks) == (3, True, 1)
     assert fleet.num_connects > 2
 
 
@@ -77,7 +81,7 @@ def test_a_short_absence_is_no_fallback() -> None:
     fleet.link.exchange_once()
     fleet.is_there = True
     fleet.link.exchange_once()
-    assert (fleet.link.capacity(), fleet.link.num_fallbacks) == (7, 0)
+    assert (fleet.link.share().capacity, fleet.link.num_fallbacks) == (7, 0)
 
 
 def test_a_lease_of_an_earlier_scheduler_is_void() -> None:
@@ -86,7 +90,7 @@ def test_a_lease_of_an_earlier_scheduler_is_void() -> None:
     fleet.link.exchange_once()
     fleet.epoch, fleet.capacity = 4, 1
     fleet.link.exchange_once()
-    assert fleet.link.capacity() == 7
+    assert fleet.link.share().capacity == 7
 
 
 def test_reports_are_numbered() -> None:
@@ -102,33 +106,79 @@ def test_a_scheduler_that_hangs_holds_up_nobody() -> None:
     def connect(config: FleetConfig) -> Any:
         def exchange(report: ReplicaReport) -> Lease:
             answered.wait(5)
-            return Lease(1, 1.0, 1)
+            return Lease(Share(capacity=1), 1.0, 1)
 
         return exchange
 
-    link = FleetLink(
-        FleetConfig(report_every_s=0.01), report=lambda n: ReplicaReport("a", n, 0, 0, 0.5, 0.0), connect=connect
-    )
+    config = FleetConfig(report_every_s=0.01)
+    link = FleetLink(config, report=lambda n, with_curve: ReplicaReport("a", n), connect=connect)
     link.start()
     time.sleep(0.05)
     asked = time.monotonic()
-    assert link.capacity() is None
+    assert link.share() == FREE
     assert time.monotonic() - asked < 0.05
     answered.set()
     link.stop()
 
 
+def test_the_curve_is_sent_until_it_is_known_and_again_when_it_was_forgotten() -> None:
+    fleet = Fleet()
+    for wants_curve in (True, False, False, True, False):
+        fleet.wants_curve = wants_curve
+        fleet.link.exchange_once()
+    assert fleet.curves == [True, True, False, False, True]
+    fleet.is_there = False
+    fleet.link.exchange_once()
+    fleet.link.exchange_once()
+    assert fleet.curves[-1]
+
+
+def test_a_lease_has_an_age() -> None:
+    fleet = Fleet()
+    assert fleet.link.lease_age_s is None
+    fleet.link.exchange_once()
+    fleet.now += 0.25
+    assert fleet.link.lease_age_s == pytest.approx(0.25)
+    fleet.now += 1.0
+    assert fleet.link.lease_age_s is None
+
+
+def test_a_busy_scheduler_is_asked_less_often() -> None:
+    fleet = Fleet()
+    assert fleet.link._every_s() == FleetConfig().report_every_s
+    fleet.every_s = 0.7
+    fleet.link.exchange_once()
+    assert fleet.link._every_s() == 0.7
+
+
 def test_the_meter_reports_what_happened_lately(tiny_target: Path) -> None:
-    engine = make_engine(load(tiny_target), NGramDraftRunner(NGramDrafter()), verify_length=3)
+    curve = CostCurve((1, 64), (1e-4, 1e-3))
+    engine = make_engine(load(tiny_target), NGramDraftRunner(NGramDrafter()), curve=curve)
     meter = LoadMeter(engine, "r")
     idle = meter.report(1)
-    assert (idle.replica_id, idle.num_running, idle.step_s, idle.max_draft_tokens) == ("r", 0, 0.0, 0)
+    assert (idle.replica_id, idle.num_running, idle.step_s, idle.groups, idle.drift) == ("r", 0, 0.0, (), 1.0)
+    assert (idle.curve, meter.report(2, True).curve) == (None, curve)
     for i, prompt in enumerate(PROMPTS[:3]):
-        engine.add(request(prompt, str(i), max_tokens=60))
+        engine.add(request(prompt, str(i), max_tokens=60, priority=-1 if i == 2 else 0))
     for _ in range(30):
         engine.step()
-    busy = meter.report(2)
-    assert (busy.num_running, busy.max_draft_tokens) == (3, 3 * engine.block_size)
+    busy = meter.report(3)
+    assert busy.num_running == 3
+    assert sorted((group.tier, group.num_requests) for group in busy.groups) == [(-1, 1), (0, 1), (0, 1)]
+    expected = {one.request.priority: one.estimate.survival(engine.block_size) for one in engine.running}
+    assert busy.groups[0].survival == pytest.approx(expected[-1])
     assert busy.step_s == pytest.approx(engine.stats.step_s / engine.stats.steps)
-    assert 0 < busy.expected_gain < 1
-    assert meter.report(3).step_s == busy.step_s  # nothing new
+    assert busy.drift > 1.5  # the curve promises far faster steps than these
+    assert busy.prefill_tokens == pytest.approx(sum(map(len, PROMPTS[:3])) / engine.stats.steps)
+    assert busy.curve_id == idle.curve_id != ""
+    assert meter.report(4).step_s == busy.step_s  # nothing new
+
+
+def test_a_meter_without_a_curve_has_a_measured_step(tiny_target: Path) -> None:
+    engine = make_engine(load(tiny_target), NGramDraftRunner(NGramDrafter()), verify_length=3)
+    meter = LoadMeter(engine, "r")
+    engine.add(request(PROMPTS[0]))
+    engine.step()
+    report = meter.report(1, True)
+    assert (report.curve, report.curve_id, report.drift) == (None, "", 1.0)
+    assert report.step_s > 0

@@ -10,7 +10,7 @@ import pytest
 
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
-from scheduling_toys import Rows, allocate_slowly, full_search, random_curve, random_rows, smooth_rate
+from scheduling_toys import Rows, allocate_slowly, full_search, random_curve, random_rows, smooth_rate, sunk_seconds
 
 allocate = PrefixScheduler().allocate
 STEPPED = CostCurve((1, 2, 3), (1.0, 2.0, 2.2))  # the second token costs as much as the first, the third little
@@ -30,6 +30,7 @@ def test_allocate_equals_the_twin_that_admits_one_slot_at_a_time(seed: int) -> N
         "draft_s": rng.choice([0.0, 0.25]),
         "floor": rng.choice([0, 0, 3]),
         "fixed": rng.choice([None, fixed]),
+        "weights": rng.choice([None, [rng.choice([1.0, 2.0, 8.0]) for _ in survival]]),
     }
     capacity = rng.choice([None, 0, 2, 6])
     fast = allocate(survival, curve, capacity=capacity, **options)
@@ -44,6 +45,34 @@ def test_on_a_convex_curve_allocate_equals_brute_force(seed: int) -> None:
     ours = smooth_rate(allocate(survival, curve, **options), survival, curve, **options)
     best = smooth_rate(full_search(survival, curve, **options), survival, curve, **options)
     assert ours == pytest.approx(best, rel=1e-12)
+
+
+def best_rate(survival: Rows, curve: CostCurve, *, prefill_tokens: int, draft_s: float) -> float:
+    """The highest tau / T of all lengths, a few microseconds for each."""
+    num_requests = len(survival)
+    most = num_requests + prefill_tokens + sum(map(len, survival))
+    draft_s -= sunk_seconds(curve, num_requests + prefill_tokens, prefill_tokens)
+    seconds = [curve.smooth_verify_seconds(tokens) + draft_s for tokens in range(most + 1)]
+    sums = [list(itertools.accumulate(row, initial=0.0)) for row in survival]
+    return max(
+        (num_requests + sum(row[length] for row, length in zip(sums, lengths, strict=True)))
+        / seconds[num_requests + prefill_tokens + sum(lengths)]
+        for lengths in itertools.product(*(range(len(row)) for row in sums))
+    )
+
+
+def test_2000_small_cases_equal_brute_force_over_all_lengths_where_theta_has_one_peak() -> None:
+    num_admitting = 0
+    for seed in range(2000):
+        rng = random.Random(seed)
+        survival, curve = random_rows(rng, rng.randint(1, 4), 3), random_curve(rng, 24, convex=True)
+        options = {"prefill_tokens": rng.choice([0, 0, 5]), "draft_s": rng.choice([0.0, 0.1, 0.5])}
+        lengths = allocate(survival, curve, **options)
+        assert smooth_rate(lengths, survival, curve, **options) == pytest.approx(
+            best_rate(survival, curve, **options), rel=1e-12
+        )
+        num_admitting += 0 < sum(lengths) < sum(map(len, survival))
+    assert num_admitting > 500  # neither end would need a rule
 
 
 def test_allocate_never_beats_brute_force_and_on_a_curve_with_steps_falls_short_of_it() -> None:
@@ -217,6 +246,30 @@ def test_on_stairs_stopping_on_the_smooth_curve_and_filling_keeps_most_of_full_s
     assert sum(on_the_stairs) < sum(ours)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_with_weights_the_weighted_rate_equals_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    survival, curve = random_rows(rng, 3, 3), random_curve(rng, 20, convex=True)
+    weights = [rng.choice([1.0, 1.0, 4.0, 16.0]) for _ in survival]
+
+    def rate(lengths: Sequence[int]) -> float:
+        pairs = zip(weights, survival, lengths, strict=True)
+        return sum(w * (1 + sum(row[:length])) for w, row, length in pairs) / curve.smooth_verify_seconds(
+            len(survival) + sum(lengths)
+        )
+
+    every = itertools.product(*(range(len(row) + 1) for row in survival))
+    assert rate(allocate(survival, curve, weights=weights)) == pytest.approx(max(map(rate, every)), rel=1e-12)
+
+
+def test_equal_weights_change_nothing_and_a_heavy_request_goes_first() -> None:
+    survival = [[0.9, 0.8], [0.5, 0.4]]
+    flat = CostCurve((1,), (1.0,))
+    assert allocate(survival, flat, capacity=2, weights=[3.0, 3.0]) == allocate(survival, flat, capacity=2) == [2, 0]
+    assert allocate(survival, flat, capacity=2, weights=[1.0, 2.0]) == [1, 1]
+    assert allocate(survival, flat, capacity=2, weights=[1.0, 9.0]) == [0, 2]
+
+
 # Who is drafted
 
 
@@ -293,3 +346,14 @@ def test_what_is_there_already_costs_no_drafting_but_its_place_in_the_batch(seed
     assert not any(one and free for one, free in zip(drafted, is_free, strict=True))
     every = itertools.product(*[(False,) if free else (False, True) for free in is_free])
     assert rate(drafted) >= 0.97 * max(rate(one) for one in every)
+
+
+def test_no_more_are_drafted_than_there_are_drafters_for_and_heavy_requests_come_first() -> None:
+    survival = [[0.9, 0.8], [0.6, 0.5], [0.8, 0.7]]
+    curve = CostCurve((1, 16), (1.0, 1.1))
+    assert choose_drafting(survival, curve) == [True, True, True]
+    assert choose_drafting(survival, curve, max_drafted=1) == [True, False, False]
+    assert choose_drafting(survival, curve, max_drafted=1, weights=[1.0, 9.0, 1.0]) == [False, True, False]
+    assert choose_drafting(survival, curve, max_drafted=0) == [False, False, False]
+    assert choose_drafting(survival, curve, max_drafted=2, fixed=[None, 1, None]) == [True, True, False]
+    assert choose_drafting(survival, curve, max_drafted=1, is_free=[True, False, False]) == [False, False, True]

@@ -1,0 +1,82 @@
+"""The Grafana dashboard asks for nothing that is not exported."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark.serving.config import FleetConfig
+from dspark.serving.fleet_link import FleetLink
+from dspark.serving.schedule_metrics import fleet_families
+from dspark.serving.target_replica import TargetReplica
+from dspark.speculation.fleet import Lease, ReplicaReport, Share
+from tiny_serving import serve_config
+
+DASHBOARD = Path(__file__).resolve().parents[3] / "k8s" / "grafana-dashboard.json"
+SUFFIX = {"counter": "_total"}
+METRIC = re.compile(r"\b(?:dspark_|vllm:)[a-z_]+\b")
+
+
+@pytest.fixture(scope="module")
+def panels() -> list[dict[str, Any]]:
+    content = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return [panel for panel in content["panels"] if panel["type"] != "row"]
+
+
+def attached_link() -> FleetLink:
+    """With a lease that says all that a lease can say."""
+    lease = Lease(Share(max_drafted=3, capacity=9, floor=2), 1.0, 1)
+    link = FleetLink(
+        FleetConfig(),
+        report=lambda sequence, with_curve: ReplicaReport("r", sequence),
+        connect=lambda config: lambda report: lease,
+    )
+    link.exchange_once()
+    return link
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_target: Path) -> set[str]:
+    """Every name of a sample that a replica exports, of positions and refusals also those that are not there yet."""
+    replica = TargetReplica(serve_config(tiny_target))
+    families = [*asyncio.run(replica.metrics()), *fleet_families(attached_link())]
+    replica.close()
+    bare = {family.name + SUFFIX.get(family.type, "") for family in families}
+    return bare | {sample.name for family in families for sample in family.samples}
+
+
+def test_every_metric_of_the_dashboard_is_exported(panels: list[dict[str, Any]], exported: set[str]) -> None:
+    asked = {name for panel in panels for target in panel["targets"] for name in METRIC.findall(target["expr"])}
+    assert len(asked) > 30
+    assert asked - exported == set()
+
+
+def test_what_no_other_engine_tells_is_on_the_dashboard(panels: list[dict[str, Any]]) -> None:
+    text = json.dumps(panels)
+    for name in (
+        "dspark_verified_tokens_total",
+        "dspark_verify_length_bucket",
+        "dspark_position_expected_total",
+        "dspark_position_stood_total",
+        "dspark_predicted_step_seconds_total",
+        "dspark_measured_step_seconds_total",
+        "dspark_lease_age_seconds",
+        "dspark_fleet_fallbacks_total",
+    ):
+        assert name in text
+
+
+def test_panels_lie_beside_each_other_and_their_parentheses_close(panels: list[dict[str, Any]]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
+        assert not cells & taken
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        for target in panel["targets"]:
+            assert all(target["expr"].count(pair[0]) == target["expr"].count(pair[1]) for pair in ("()", "[]", "{}"))
+    assert len({panel["id"] for panel in panels}) == len(panels)
