@@ -21,9 +21,10 @@ CONFIG_OF = {
     "export": "dspark.drafters.export:ExportConfig",
     "ask": "dspark.evaluation.questions:AskConfig",
     "benchmark": "dspark.evaluation.load_config:BenchmarkConfig",
+    "colocated": "dspark.serving.deployment_file:DeploymentFile",  # what `serve run` is given
     "compare": "compare:CompareConfig",
     "calibrate": "dspark.evaluation.config:CalibrateConfig",
-    "dspark": "dspark.serving.deployment_file:DeploymentFile",  # what `serve run` is given
+    "dspark": "dspark.serving.deployment_file:DeploymentFile",
     "pipeline": "pipeline:PipelineConfig",
     "profile_engine": "dspark.evaluation.profiling:ProfileConfig",
 }
@@ -50,7 +51,7 @@ def test_every_file_loads_as_the_config_of_its_job(path: Path) -> None:
 
 @pytest.mark.parametrize("job", sorted(CONFIG_OF))
 def test_a_misspelt_key_is_refused_with_the_nearest_one(job: str) -> None:
-    folder = ROOT / ("deployments" if job == "dspark" else "configs/demo")
+    folder = ROOT / ("deployments" if job in ("colocated", "dspark") else "configs/demo")
     demo = yaml.safe_load((folder / f"{job}.yaml").read_text(encoding="utf-8"))
     for key in config_class(job).model_fields:
         with pytest.raises(ValueError, match=f"unknown key '{key}x'; did you mean '{key}'"):

@@ -25,7 +25,7 @@ def port() -> int:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_target: Path, port: int) -> AskConfig:
-    content = yaml.safe_load((ROOT / "deployments" / "dspark.yaml").read_text())
+    content = yaml.safe_load((ROOT / "deployments" / "colocated.yaml").read_text())
     content["http_options"]["port"] = port
     (application,) = content["applications"]
     application["args"] |= {

@@ -57,9 +57,9 @@ def serving_command(format_name: str, facts: CardFacts, tables: Sequence[str] = 
             f"# DeepSpec's evaluation\npython eval.py --target_name_or_path {facts.target} --draft_name_or_path .\n"
             "# dspark\n"
             f"python jobs/adopt.py drafter=FOLDER target.name={facts.target} output=runs/adopted\n"
-            "serve run deployments/dspark.yaml    # with args.drafter set to runs/adopted"
+            "serve run deployments/colocated.yaml    # with args.drafter set to runs/adopted"
         )
-    return "serve run deployments/dspark.yaml    # with args.drafter set to this folder"
+    return "serve run deployments/colocated.yaml    # with args.drafter set to this folder"
 
 
 def _vllm_command(facts: CardFacts) -> str:

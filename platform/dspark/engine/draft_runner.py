@@ -24,7 +24,9 @@ class DraftRequest:
     """One request to draft for. anchor_id: its last committed token; max_tokens: at most so many draft tokens.
 
     noise_key: of a seeded request, whose draft tokens are drawn with its noise and without the generator; position:
-    of the first token to draft, in prompt and output together.
+    of the first token to draft, in prompt and output together. uniforms: numbers in [0, 1) to draw with in place of
+    the generator, one per token. top_k: draw from so many most likely draft tokens only, renormalised, so that the
+    proposal is small enough to travel; None draws from all.
     """
 
     memory: Any
@@ -34,6 +36,8 @@ class DraftRequest:
     generator: torch.Generator | None
     noise_key: int | None = None
     position: int = 0
+    uniforms: Sequence[float] | None = None
+    top_k: int | None = None
 
 
 class DraftRunner(Protocol):

@@ -23,6 +23,8 @@ from dspark.engine.graphs import use_graphs, wants_graphs
 from dspark.engine.hidden_states import check_layer_ids
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.remote_draft_runner import RemoteDraftRunner
+from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.engine.self_profile import profile
 from dspark.engine.target import Target
 from dspark.engine.target_runner import NotPageable, TargetRunner, kv_bytes_per_token
@@ -76,6 +78,7 @@ def load_engine(
     is_missing_drafter_ok: bool = False,
     profiles: bool = False,
     shared: LoadedEngine | None = None,
+    remote: RemoteDrafts | None = None,
 ) -> LoadedEngine:
     """drafter: a folder made by jobs/train.py, "ngram" for prompt lookup, "mtp" for the MTP modules that the target
     brings along, or None for plain decoding.
@@ -84,7 +87,8 @@ def load_engine(
     nothing to decide; what is missing is said in the notes. A curve is that of this hardware and this number of
     threads; profiles: where there is none, take the seconds to measure one. is_missing_drafter_ok: n-gram speculation
     instead of an error when the folder holds no drafter. shared: an engine on the same target, whose weights this one
-    takes too; the two must not step at the same time.
+    takes too; the two must not step at the same time. remote: the way to a draft replica that a trained drafter runs
+    on, in place of this process.
     Raises: MissingInput without a drafter; Mismatch when drafter, target and calibration do not belong together.
     """
     torch.set_num_threads(num_threads)
@@ -98,9 +102,15 @@ def load_engine(
         drafter = str(local_folder(str(drafter), (*DRAFTER_FILES, CALIBRATION, COST_CURVE)))
     provenance = None if drafter in WITHOUT_FOLDER else check_drafter(str(drafter), target)
     tokenizer, model, stop_ids = _load_target(target) if shared is None else _target_of(shared)
-    loaded = _load_drafter(drafter, model, vocabulary_size(tokenizer))
-    config = _sized(config, model, loaded)
-    drafts = _draft_runner(loaded, config)
+    drafts: DraftRunner | None
+    if remote is not None and provenance is not None:
+        config = _sized(config, model, None)
+        identity = draft_identity(str(drafter), target)
+        drafts = remote.runner(str(drafter), identity=identity, engine=config, dtype=model.dtype, device=model.device)
+    else:
+        loaded = _load_drafter(drafter, model, vocabulary_size(tokenizer))
+        config = _sized(config, model, loaded)
+        drafts = _draft_runner(loaded, config)
     if drafts is not None and drafts.target_layer_ids:
         check_layer_ids(drafts.target_layer_ids, load_target_config(target).num_hidden_layers)
     curve, calibration = None, None
@@ -109,6 +119,8 @@ def load_engine(
         calibration = _calibration(Path(str(drafter)), notes)
         if drafts is not None and not drafts.has_confidence:
             notes.append(f"drafter {drafter} has no confidence head: survival is estimated from past rounds")
+    if isinstance(drafts, RemoteDraftRunner):
+        drafts.curve, profiles = curve, False  # what drafting there costs cannot be measured here
     runner = target_runner(model, drafts, config=config, vocabulary_size=vocabulary_size(tokenizer), notes=notes)
     if drafts is not None and curve is None and config.verify_length is None:
         wanted = hardware_fingerprint(model.device, model.dtype, num_threads, target.name)
@@ -221,6 +233,11 @@ def _provenance(folder: str) -> dict[str, Any]:
 def drafter_sha256(folder: str | Path) -> str:
     """Of the files that decide what a drafter proposes."""
     return fingerprint([file_sha256(locate(folder) / name) for name in DRAFTER_FILES[:2]])
+
+
+def draft_identity(folder: str | Path, target: TargetConfig) -> str:
+    """What an engine and its draft replica must have in common."""
+    return fingerprint([drafter_sha256(folder), target_identity(target)])
 
 
 def _load_drafter(drafter: str | None, model: Any, vocabulary: int) -> NGramDrafter | TrainedDrafter | None:

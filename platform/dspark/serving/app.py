@@ -5,16 +5,21 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from dspark.config import build_config
 from dspark.engine.loading import WITHOUT_FOLDER
-from dspark.serving.config import ServeConfig
+from dspark.serving.config import DraftReplicasConfig, ServeConfig
+from dspark.serving.draft_replica import DraftReplica
 from dspark.serving.engine_client import ReplicaClient
 from dspark.serving.ingress import build_app
 from dspark.serving.target_replica import TargetReplica
 from dspark.storage import absolute
+
+BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+MAX_DRAFT_MESSAGES = 1000  # at once to a draft replica: two per target replica, so never the limit
 
 
 class Ingress:
@@ -32,12 +37,10 @@ def build(args: dict[str, Any]) -> Application:
     """The application of `args`, a ServeConfig. Raises: ValueError naming what is wrong in it."""
     config = build_config(ServeConfig, args, source="application args")
     config = _with_absolute_paths(config)
-    replica = serve.deployment(
-        max_ongoing_requests=config.limits.max_concurrent_requests + 16,  # so that the replica itself refuses the rest
-        ray_actor_options=_replica_resources(config),
-    )(TargetReplica)
+    drafts = None if config.draft_replicas is None else draft_deployment(config.draft_replicas).bind(config)
+    replica = target_deployment(config).bind(config, drafts)
     ingress = serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})(serve.ingress()(Ingress))
-    return ingress.bind(config, replica.bind(config))
+    return ingress.bind(config, replica)
 
 
 def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
@@ -48,19 +51,38 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
     return config.with_changes(**resolved)
 
 
-def _replica_resources(config: ServeConfig) -> dict[str, Any]:
+def target_deployment(config: ServeConfig) -> Deployment:
+    """Target replicas, each with an engine of its own."""
+    return serve.deployment(
+        max_ongoing_requests=config.limits.max_concurrent_requests + 16,  # so that the replica itself refuses the rest
+        ray_actor_options=_resources(1, config.gpus_per_replica, config.threads),
+    )(TargetReplica)
+
+
+def draft_deployment(settings: DraftReplicasConfig) -> Deployment:
+    """Draft replicas. An engine's messages all go to one: what it keeps of their contexts is there and nowhere else."""
+    return serve.deployment(
+        max_ongoing_requests=MAX_DRAFT_MESSAGES,
+        ray_actor_options=_resources(settings.cpus_per_replica, settings.gpus_per_replica, settings.threads),
+        request_router_config=RequestRouterConfig.model_validate(
+            {"request_router_class": BY_SESSION, "request_router_kwargs": {"num_fallback_replicas": 0}}
+        ),
+    )(DraftReplica)
+
+
+def _resources(cpus: float, gpus: float | None, threads: int) -> dict[str, Any]:
     """Ray's CPUs are bookkeeping; the threads that a replica really uses are set by its environment."""
     environment = {
-        "OMP_NUM_THREADS": str(config.threads),
+        "OMP_NUM_THREADS": str(threads),
         "GOMP_SPINCOUNT": "10000",  # a short spin at barriers: none doubles a step, a long one starves API and loop
         "THP_MEM_ALLOC_ENABLE": "1",  # tensors on huge pages
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    return {"num_cpus": 1, "num_gpus": _gpus(config), "runtime_env": {"env_vars": environment}}
+    return {"num_cpus": cpus, "num_gpus": _gpus(gpus), "runtime_env": {"env_vars": environment}}
 
 
-def _gpus(config: ServeConfig) -> float:
-    if config.gpus_per_replica is not None:
-        return config.gpus_per_replica
+def _gpus(wanted: float | None) -> float:
+    if wanted is not None:
+        return wanted
     return 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0 else 0.0

@@ -1,10 +1,15 @@
 """Everything that `deployments/*.yaml` may say about a served target."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from dspark.chat import ChatConfig
 from dspark.config import Config
 from dspark.engine.config import EngineConfig
+from dspark.engine.draft_server import DraftServerConfig
+from dspark.engine.loading import WITHOUT_FOLDER
+from dspark.engine.remote_draft_state import RemoteDraftConfig
 from dspark.targets import TargetConfig
 
 
@@ -55,6 +60,21 @@ class FleetConfig(Config):
     """Of one core, what the scheduler's process may take; above it replicas are asked to report less often."""
 
 
+class DraftReplicasConfig(Config):
+    """Drafters in replicas of their own, each for several target replicas. How many: `deployments` of the file."""
+
+    threads: int = Field(1, ge=1)
+    """CPU threads of a draft replica's tensor operations."""
+    cpus_per_replica: float = Field(1.0, ge=0)
+    """CPUs that Ray keeps for a draft replica; 0 where target replicas leave none, as on a small machine."""
+    gpus_per_replica: float | None = Field(None, ge=0)
+    """GPUs of a draft replica; None takes one where the cluster has any."""
+    contexts: DraftServerConfig = DraftServerConfig()
+    """Memory of a draft replica."""
+    link: RemoteDraftConfig = RemoteDraftConfig()
+    """How target replicas ask it."""
+
+
 class ServeConfig(Config):
     """The `args` of an application whose import path is `dspark.serving.app:build`."""
 
@@ -73,6 +93,8 @@ class ServeConfig(Config):
     """Draft tokens verified per request and step where no curve is measured at the start either."""
     limits: LimitsConfig = LimitsConfig()
     fleet: FleetConfig = FleetConfig()
+    draft_replicas: DraftReplicasConfig | None = None
+    """Run the drafter in replicas of its own; None runs it beside each target replica."""
     threads: int = Field(2, ge=1)
     """CPU threads of a replica's tensor operations; replicas times threads should not pass a machine's cores."""
     gpus_per_replica: float | None = Field(None, ge=0)
@@ -80,6 +102,15 @@ class ServeConfig(Config):
     api_keys_file: str | None = None
     """Text file with a key per line, of which a client must send one as `Authorization: Bearer …`; None lets everybody
     in. The keys do not stand here because Serve logs and shows this config."""
+
+    @model_validator(mode="after")
+    def _check_draft_replicas(self) -> Self:
+        if self.draft_replicas is not None and self.drafter in WITHOUT_FOLDER:
+            raise ValueError(
+                f"draft_replicas run a trained drafter, but drafter is {self.drafter!r}; name its folder, or leave "
+                "draft_replicas out"
+            )
+        return self
 
     @property
     def model_name(self) -> str:

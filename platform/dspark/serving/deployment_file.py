@@ -29,7 +29,7 @@ class LoggingOptions(Config):
 class DeploymentOptions(Config):
     """How many replicas, how much each takes at once, how it is watched and ended."""
 
-    name: Literal["Ingress", "TargetReplica"]
+    name: Literal["Ingress", "TargetReplica", "DraftReplica"]
     num_replicas: int = Field(1, ge=1)
     max_ongoing_requests: int = Field(ge=1)
     max_queued_requests: int = Field(-1, ge=-1)
@@ -52,11 +52,18 @@ class ApplicationOptions(Config):
     def _check_room_for_requests(self) -> Self:
         most = self.args.limits.max_concurrent_requests
         for deployment in self.deployments:
-            if deployment.max_ongoing_requests <= most:
+            if deployment.name != "DraftReplica" and deployment.max_ongoing_requests <= most:
                 raise ValueError(
                     f"{deployment.name}: max_ongoing_requests {deployment.max_ongoing_requests} must be over "
                     f"limits.max_concurrent_requests {most}: requests would wait in Serve without an answer"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_draft_replicas(self) -> Self:
+        is_deployed = any(deployment.name == "DraftReplica" for deployment in self.deployments)
+        if is_deployed and self.args.draft_replicas is None:
+            raise ValueError("DraftReplica is among the deployments, but args.draft_replicas is not set; add it: {}")
         return self
 
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, gen
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from dspark.engine.engine import Engine
+from dspark.engine.remote_draft_state import RemoteDraftStats
 
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
 PER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
@@ -110,6 +111,20 @@ def engine_families(engine: Engine) -> list[Metric]:
         by_position("position_reached", "… whose tokens before it all stood.", rounds.reached),
         by_position("position_accepted", "… whose token at it stood too.", rounds.accepted),
     ]
+
+
+def draft_link_families(stats: RemoteDraftStats) -> list[Metric]:
+    """How it stands with the draft replica, where the drafter is not beside the target."""
+    counters = {
+        "draft_link_messages": ("Messages to the draft replica.", stats.messages),
+        "draft_link_failures": ("Deadlines missed and links lost, after which steps decode plainly.", stats.failures),
+        "draft_link_undrafted": ("Proposals that were wanted and did not come.", stats.undrafted),
+        "draft_link_refused": ("Contexts that the draft replica had no room for.", stats.refused),
+        "draft_link_rebuilt": ("Contexts that the draft replica had lost.", stats.rebuilt),
+        "draft_link_wait_seconds": ("Seconds that steps waited for proposals.", stats.wait_s),
+    }
+    up = gauge("draft_link_up", "1 while the draft replica answers.", stats.is_up)
+    return [up, *(counter(name, text, value) for name, (text, value) in counters.items())]
 
 
 def counter(name: str, text: str, value: float) -> Metric:

@@ -4,21 +4,24 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from dspark.chat import ChatConfig
 from dspark.config import build_config
 from dspark.engine.loading import LoadedEngine, load_engine
+from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.engine.request import GenerationRequest
 from dspark.serving.config import ServeConfig
+from dspark.serving.draft_link import ServeDraftLink
 from dspark.serving.engine_client import Delta
 from dspark.serving.engine_loop import EngineLoop, EngineStopped
 from dspark.serving.fleet_link import FleetLink, LoadMeter
-from dspark.serving.metrics import ReplicaMetrics, engine_families, gauge, with_label
+from dspark.serving.metrics import ReplicaMetrics, draft_link_families, engine_families, gauge, with_label
 from dspark.serving.openai_schema import GenerateRequest, Refusal, RequestRefused
 from dspark.serving.resolve import RequestResolver
 from dspark.serving.schedule_metrics import fleet_families, schedule_families
@@ -38,8 +41,13 @@ class TargetReplica:
     Raises: DsparkError when target, drafter and calibration do not belong together, so that it never starts.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, drafts: DeploymentHandle[Any] | None = None) -> None:
+        """drafts: the draft replicas, where the drafter does not run here."""
         self.id = _replica_id()
+        self._draft_link = None if drafts is None else ServeDraftLink(drafts, self.id)
+        self._remote = None
+        if self._draft_link is not None and config.draft_replicas is not None:
+            self._remote = RemoteDrafts(self._draft_link, self.id, config.draft_replicas.link)
         self.loaded = load_engine(
             config.target,
             config.drafter,
@@ -48,6 +56,7 @@ class TargetReplica:
             length_without_curve=config.verify_length_without_curve,
             is_missing_drafter_ok=True,
             profiles=config.profile_without_curve,
+            remote=self._remote,
         )
         engine = self.loaded.engine
         self._limits = config.limits
@@ -111,6 +120,8 @@ class TargetReplica:
         if self._fleet is not None:
             self._fleet.stop()
         self._loop.stop()
+        if self._draft_link is not None:
+            self._draft_link.close()
 
     def __del__(self) -> None:  # how Serve tells a replica that it ends
         if hasattr(self, "_loop"):
@@ -131,6 +142,8 @@ class TargetReplica:
         """What is fixed from the start, what was found missing then, and how it stands with the fleet."""
         engine = self.loaded.engine
         families = [gauge("drafter_info", "The drafter in use.", 1, {"kind": engine.drafter_kind})]
+        if self._remote is not None and self.loaded.provenance is not None:
+            families += draft_link_families(self._remote.stats)
         for note in self.loaded.notes:
             families.append(gauge("notice", "What was missing when the replica started.", 1, {"text": note}))
         if engine.policy.verify_length is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from ray.serve._private.build_app import build_app as flatten
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 from dspark.serving.app import build
 
@@ -21,6 +22,20 @@ def deployments(**changes: Any) -> dict[str, Any]:
 
 def test_ingress_and_replica_are_deployed() -> None:
     assert deployments().keys() == {"Ingress", "TargetReplica"}
+
+
+def test_draft_replicas_are_deployed_where_they_are_asked_for_and_an_engine_keeps_to_one() -> None:
+    settings = {"threads": 3, "cpus_per_replica": 0.5, "gpus_per_replica": 0.25}
+    deployed = deployments(drafter="runs/x", draft_replicas=settings)
+    assert deployed.keys() == {"Ingress", "TargetReplica", "DraftReplica"}
+    draft = deployed["DraftReplica"]
+    assert draft.ray_actor_options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "3"
+    assert (draft.ray_actor_options["num_cpus"], draft.ray_actor_options["num_gpus"]) == (0.5, 0.25)
+    router = draft._deployment_config.request_router_config
+    assert router.get_request_router_class() is ConsistentHashRouter
+    assert router.request_router_kwargs == {"num_fallback_replicas": 0}
+    (config,) = draft.init_args
+    assert os.path.isabs(config.drafter)
 
 
 def test_the_replicas_environment_is_set_before_torch_loads() -> None:
@@ -39,7 +54,8 @@ def test_a_relative_drafter_is_found_from_where_serve_runs(
     drafter: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (config,) = deployments(drafter=drafter)["TargetReplica"].init_args
+    config, drafts = deployments(drafter=drafter)["TargetReplica"].init_args
+    assert drafts is None
     assert config.drafter == (os.path.join(tmp_path, "runs/x") if drafter == "runs/x" else expected)
 
 

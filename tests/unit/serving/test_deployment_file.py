@@ -28,14 +28,18 @@ def test_every_file_loads(path: Path) -> None:
     ]
 
 
-def test_the_demos_file_is_on_loopback_with_the_demos_target_and_drafter() -> None:
-    loaded = load_config(DeploymentFile, ROOT / "deployments" / "dspark.yaml")
+@pytest.mark.parametrize("name", ["colocated", "dspark"])
+def test_the_demos_files_are_on_loopback_with_the_demos_target_and_drafter(name: str) -> None:
+    loaded = load_config(DeploymentFile, ROOT / "deployments" / f"{name}.yaml")
     args = loaded.applications[0].args
     assert loaded.http_options.host == "127.0.0.1"
     assert (args.target.name, args.drafter) == ("bundled:smollm2-135m-instruct", "runs/demo/drafter")
     demo = yaml.safe_load((ROOT / "configs" / "demo" / "generate.yaml").read_text())
     assert args.target.model_dump(include={"name", "dtype"}) == demo["target"]
-    assert {deployment.name for deployment in loaded.applications[0].deployments} == {"Ingress", "TargetReplica"}
+    deployed = {deployment.name: deployment.num_replicas for deployment in loaded.applications[0].deployments}
+    beside = {"Ingress": 1, "TargetReplica": 1}
+    assert deployed == (beside if name == "colocated" else beside | {"TargetReplica": 2, "DraftReplica": 1})
+    assert (args.draft_replicas is None) == (name == "colocated")
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -62,6 +66,8 @@ def test_a_misspelt_key_is_refused_wherever_it_stands(place: tuple[Any, ...]) ->
         (lambda c: c["applications"][0]["deployments"][1].update(graceful_shutdown_timeout_s=20), "graceful"),
         (lambda c: c["http_options"].update(request_timeout_s=600), "limits.request_timeout_s"),
         (lambda c: c["applications"][0].update(import_path="dspark.serving.app:biuld"), "import_path"),
+        (lambda c: c["applications"][0]["args"].update(draft_replicas=None), "args.draft_replicas is not set"),
+        (lambda c: c["applications"][0]["args"].update(drafter="ngram"), "draft_replicas run a trained drafter"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(change: Any, message: str) -> None:

@@ -1,0 +1,285 @@
+"""Drafting that another process does: the engine's side of it.
+
+Features are kept here in the pages of their tokens and sent as they are committed, with the requests for proposals of
+the same step; what is long, a prompt or a context to be rebuilt, goes ahead and is not waited for. Whatever does not
+come in time is no proposal: the request decodes plainly in that step.
+
+    link          up        asked in every step, for as long as the deadline
+                  down      not asked, until a pause is over that doubles with each failure
+    context       behind    sent ahead in the background, so far without drafting
+                  level     what the last step committed goes with the request for a proposal
+                  resting   refused for want of room, tried again after a while
+
+Legend: R requests, n tokens, m captured layers, d hidden size.
+"""
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.attention.page_pool import PageTable
+from dspark.drafters import AnyDrafterConfig
+from dspark.engine.draft_messages import (
+    MAX_TOKENS_BESIDE,
+    ContextPart,
+    DraftAnswer,
+    DraftAsk,
+    DraftLink,
+    DraftMessage,
+    DraftReply,
+    DraftUnavailable,
+    to_array,
+)
+from dspark.engine.draft_runner import DraftRequest
+from dspark.engine.feature_store import FeatureStore
+from dspark.engine.remote_draft_state import Pause, RemoteDraftConfig, RemoteDraftStats, RemoteMemory
+from dspark.errors import one_line
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.proposal import Proposal
+
+MAX_TOKENS_AHEAD = 2048  # on their way at once, of contexts that are behind: what their copies may take
+AHEAD_TIMEOUT_S = 5.0  # for what is sent ahead, which no step waits for
+REST_S = 1.0  # of a context that was refused
+FAILURES = (DraftUnavailable, TimeoutError, CancelledError)
+
+log = logging.getLogger("dspark.engine")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message on its way. closed: what it says is not needed any more; memories: of its parts, as long as their
+    requests run."""
+
+    answer: "Future[DraftAnswer]"
+    closed: tuple[int, ...]
+    memories: list["weakref.ref[RemoteMemory]"]
+    num_tokens: int
+
+
+class RemoteDraftRunner:
+    """Answers the engine as a local runner does. curve: set once it is known; the deadline follows from it.
+
+    name: of this engine, one for its whole life; identity: of drafter and target, see `DraftMessage`.
+    """
+
+    num_reread: int | None = 0  # all that a shared page's tokens left behind is in the store
+    num_ids_behind = 0
+
+    def __init__(
+        self,
+        drafter: AnyDrafterConfig,
+        link: DraftLink,
+        store: FeatureStore,
+        *,
+        name: str,
+        identity: str,
+        device: torch.device,
+        config: RemoteDraftConfig,
+        stats: RemoteDraftStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kind: str = drafter.architecture
+        self.block_size = drafter.block_size
+        self.target_layer_ids = drafter.target_layer_ids
+        self.has_confidence = drafter.enable_confidence_head
+        self.max_context_tokens: int | None = drafter.max_position_embeddings
+        self.curve: CostCurve | None = None
+        self.stats = stats or RemoteDraftStats()
+        self._link, self._store, self._config, self._clock = link, store, config, clock
+        self._name, self._identity, self._device = name, identity, device
+        self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=device), None, None)
+        self._pause = Pause(clock)
+        self._ahead: deque[_Sent] = deque()  # that nobody waits for
+        self._closed: set[int] = set()
+        self._num_messages = self._num_handles = self._num_open = 0
+
+    def deadline_s(self, num_requests: int) -> float:
+        """Seconds that a step waits for so many proposals."""
+        if self._config.deadline_s is not None:
+            return self._config.deadline_s
+        if self.curve is None:
+            return self._config.deadline_without_curve_s
+        return 3 * self.curve.draft_seconds(num_requests) + self._config.slack_s
+
+    def new_memory(self, table: PageTable, stored_ids: Sequence[int] = ()) -> RemoteMemory:
+        memory = RemoteMemory(self._num_handles, table, list(stored_ids), len(stored_ids))
+        self._num_handles += 1
+        self._num_open += 1
+        # Whoever drops a memory, for whatever reason, ends its context at the draft replica.
+        weakref.finalize(memory, self._forget, memory.handle).atexit = False
+        return memory
+
+    def num_stored(self, memory: RemoteMemory) -> int:
+        return memory.num_features
+
+    def store(self, memory: RemoteMemory) -> None:
+        """Nothing is put off."""
+
+    def extend(self, memory: RemoteMemory, committed_ids: Sequence[int], hidden: Tensor | None) -> None:
+        memory.token_ids += committed_ids
+        if hidden is None or not hidden.shape[0]:
+            return
+        self._store.write(memory.table, memory.num_features, hidden)
+        memory.num_features += hidden.shape[0]
+        if self._pause.is_over:
+            self._send_ahead([memory])
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        if not requests:
+            return []
+        self._collect()
+        replies: dict[int, DraftReply] = {}
+        if self._pause.is_over:
+            replies = self._ask([request for request in requests if self._is_level(request.memory)])
+        if self._pause.is_over:
+            self._send_ahead([request.memory for request in requests])
+        sent = [reply.proposal if (reply := replies.get(r.memory.handle)) is not None else None for r in requests]
+        self.stats.undrafted += sum(proposal is None for proposal in sent)
+        return [self._nothing if proposal is None else proposal.proposal(self._device) for proposal in sent]
+
+    def _is_level(self, memory: RemoteMemory) -> bool:
+        return not memory.is_ahead and memory.num_behind <= MAX_TOKENS_BESIDE and self._clock() >= memory.rests_until
+
+    def _ask(self, requests: Sequence[DraftRequest]) -> dict[int, DraftReply]:
+        """Replies by handle; none where the deadline passed."""
+        if not requests:
+            return {}
+        timeout_s = self.deadline_s(len(requests))
+        started = time.perf_counter()
+        parts = [(request.memory, request.memory.num_features) for request in requests]
+        sent = self._post(parts, [self._asked(request) for request in requests], timeout_s)
+        try:
+            replies = self._accept(sent, timeout_s)
+        except FAILURES as error:
+            sent.answer.cancel()
+            self._lose(error)
+            return {}
+        finally:
+            self.stats.wait_s += time.perf_counter() - started
+        for request in requests:
+            self._take_note(request.memory, replies.get(request.memory.handle))
+        return replies
+
+    def _send_ahead(self, memories: Sequence[RemoteMemory]) -> None:
+        """Start contexts on their way that are too long to come with a request for a proposal."""
+        room = MAX_TOKENS_AHEAD - sum(one.num_tokens for one in self._ahead)
+        parts = []
+        for memory in memories:
+            if memory.is_ahead or memory.num_behind <= MAX_TOKENS_BESIDE or self._clock() < memory.rests_until:
+                continue
+            num_tokens = min(memory.num_behind, room)
+            if num_tokens <= 0:
+                break
+            room -= num_tokens
+            memory.is_ahead = True
+            parts.append((memory, memory.num_there + num_tokens))
+        if parts:
+            self._ahead.append(self._post(parts, [], AHEAD_TIMEOUT_S))
+
+    def _collect(self) -> None:
+        """Take note of what became of that."""
+        waiting: deque[_Sent] = deque()
+        for sent in self._ahead:
+            if not sent.answer.done():
+                waiting.append(sent)
+                continue
+            memories = [memory for ref in sent.memories if (memory := ref()) is not None]
+            for memory in memories:
+                memory.is_ahead = False
+            try:
+                replies = self._accept(sent)
+            except FAILURES as error:
+                self._lose(error)
+                continue
+            for memory in memories:
+                self._take_note(memory, replies.get(memory.handle))
+        self._ahead = waiting
+
+    def _accept(self, sent: _Sent, timeout_s: float | None = None) -> dict[int, DraftReply]:
+        """Replies by handle. Raises: one of FAILURES without an answer, or when nothing is drafted for this engine."""
+        answer = sent.answer.result(timeout_s)
+        if answer.refusal is not None:
+            raise DraftUnavailable(answer.refusal)
+        if not self.stats.is_up:
+            log.info("the draft replica answers again")
+        self.stats.is_up = True
+        self._pause.end()
+        self._closed.difference_update(sent.closed)
+        return {reply.handle: reply for reply in answer.replies}
+
+    def _take_note(self, memory: RemoteMemory, reply: DraftReply | None) -> None:
+        if reply is None:
+            return
+        if reply.is_refused:
+            self.stats.refused += 1
+            memory.rests_until = self._clock() + REST_S
+        elif reply.num_context < memory.num_there:
+            self.stats.rebuilt += 1
+        memory.num_there = min(reply.num_context, memory.num_features)
+
+    def _lose(self, error: Exception) -> None:
+        if self.stats.is_up:
+            reason = one_line(error) or f"no answer in time ({type(error).__name__})"
+            log.warning("decoding plainly, the draft replica is asked again later: %s", reason)
+        self.stats.is_up = False
+        self.stats.failures += 1
+        self._pause.begin()
+
+    def _post(self, parts: Sequence[tuple[RemoteMemory, int]], asks: Sequence[DraftAsk], timeout_s: float) -> _Sent:
+        """Send what the draft replica lacks of each context up to a position, and everything that was closed."""
+        rows = [self._store.read(memory.table, memory.num_there, stop) for memory, stop in parts]
+        features = torch.cat(rows) if rows else torch.empty(0, 0, dtype=self._store.dtype)
+        self._num_messages += 1
+        self.stats.messages += 1
+        message = DraftMessage(
+            sender=self._name,
+            sequence=self._num_messages,
+            identity=self._identity,
+            parts=tuple(_part(memory, stop) for memory, stop in parts),
+            asks=tuple(asks),
+            closed=tuple(self._closed),
+            features=to_array(features),
+            dtype=str(features.dtype).removeprefix("torch."),
+            timeout_s=timeout_s,
+        )
+        memories = [weakref.ref(memory) for memory, _ in parts]
+        return _Sent(self._link.post(message), message.closed, memories, num_tokens=features.shape[0])
+
+    def _asked(self, request: DraftRequest) -> DraftAsk:
+        uniforms = None
+        if request.temperature > 0 and request.noise_key is None:
+            generator = request.generator
+            device = self._device if generator is None else generator.device
+            uniforms = tuple(torch.rand(request.max_tokens, generator=generator, device=device).tolist())
+        return DraftAsk(
+            handle=request.memory.handle,
+            num_context=request.memory.num_features,
+            anchor_id=request.anchor_id,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            noise_key=request.noise_key,
+            position=request.position,
+            uniforms=uniforms,
+            top_k=self._config.top_k,
+        )
+
+    def _forget(self, handle: int) -> None:
+        self._num_open -= 1
+        self._closed.add(handle)
+        if not self._num_open and all(sent.answer.done() for sent in self._ahead):
+            # No step may come that would take it along. Nobody waits for this one, whether the link is down or not.
+            self._ahead.append(self._post([], [], AHEAD_TIMEOUT_S))
+
+
+def _part(memory: RemoteMemory, stop: int) -> ContextPart:
+    """What is committed from where the draft replica's context ends up to `stop`, and the anchor where that is all."""
+    last = len(memory.token_ids) if stop == memory.num_features else stop
+    ids = tuple(memory.token_ids[memory.num_there : last])
+    return ContextPart(memory.handle, memory.num_there, ids, stop - memory.num_there)

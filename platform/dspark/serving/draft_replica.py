@@ -1,0 +1,169 @@
+"""A draft replica: one drafter that proposes for several target replicas, asked through `draft`.
+
+event loop       draft() -> inbox                                             future of the message -> draft()
+worker thread               everything that waits, in one pass of the drafter
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+
+from dspark.engine.draft_loading import load_draft_server
+from dspark.engine.draft_messages import DraftAnswer, DraftMessage
+from dspark.engine.draft_server import DraftServer
+from dspark.engine.loading import is_drafter_folder
+from dspark.errors import DsparkError
+from dspark.serving.config import ServeConfig
+
+log = logging.getLogger("dspark")
+
+
+class DraftReplicaStopped(DsparkError):
+    """The drafter's thread has ended; nothing more comes from it."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A message, where its answer goes, and when it came (monotonic)."""
+
+    message: DraftMessage
+    answer: "Future[DraftAnswer]" = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+
+    def wanted(self) -> DraftMessage:
+        """The message; without requests for proposals that nobody waits for any more: its contexts are kept anyway."""
+        is_wanted = self.answer.set_running_or_notify_cancel()
+        is_late = time.monotonic() - self.arrived > self.message.timeout_s
+        return self.message if is_wanted and not is_late else replace(self.message, asks=())
+
+
+class DraftLoop:
+    """Owns the thread that drafts. What comes while it drafts is drafted together in its next pass."""
+
+    def __init__(self, server: DraftServer) -> None:
+        self.server = server
+        self._inbox: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._is_behind = False
+        self._ended: DraftReplicaStopped | None = None
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="drafts", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End after the present pass; what waits ends with DraftReplicaStopped."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def check(self) -> None:
+        """Raises: DraftReplicaStopped with the reason when nothing is drafted any more."""
+        if self._ended is not None:
+            raise DraftReplicaStopped(self._ended.message)
+
+    def post(self, message: DraftMessage) -> "Future[DraftAnswer]":
+        """From any thread. Raises: DraftReplicaStopped."""
+        waiting = _Waiting(message)
+        with self._sending:  # what is sent is either answered or refused here
+            self.check()
+            self._inbox.put(waiting)
+        return waiting.answer
+
+    def _run(self) -> None:
+        reason = DraftReplicaStopped("the draft replica was stopped")
+        batch: list[_Waiting] | None = []
+        try:
+            while (batch := self._take()) is not None:
+                self._serve(batch)
+                batch = []
+                self._is_behind = self.server.hand_on()
+        except Exception as error:  # the edge of the thread: whoever waits is told, and Serve replaces the replica
+            log.exception("the draft replica failed")
+            reason = DraftReplicaStopped(f"the draft replica failed: {type(error).__name__}: {error}")
+        with self._sending:
+            self._ended = reason
+        for waiting in [*(batch or []), *self._drain()]:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(reason)
+
+    def _take(self) -> list[_Waiting] | None:
+        """Everything that waits, or that comes if there is nothing else to do; None when told to stop."""
+        batch: list[_Waiting] = []
+        try:
+            while True:
+                waiting = self._inbox.get(block=not batch and not self._is_behind)
+                if waiting is None:
+                    self._inbox.put(None)  # for the next time, once these are answered
+                    return batch or None
+                batch.append(waiting)
+        except queue.Empty:
+            return batch
+
+    def _serve(self, batch: list[_Waiting]) -> None:
+        if not batch:
+            return
+        answers = self.server.serve([waiting.wanted() for waiting in batch])
+        for waiting, answer in zip(batch, answers, strict=True):
+            if not waiting.answer.cancelled():
+                waiting.answer.set_result(answer)
+
+    def _drain(self) -> list[_Waiting]:
+        waiting = []
+        while not self._inbox.empty():
+            one = self._inbox.get()
+            if one is not None:
+                waiting.append(one)
+        return waiting
+
+
+class DraftReplica:
+    """A Serve deployment's class that also works without Serve.
+
+    Without a trained drafter it starts all the same and says so to whoever asks: target replicas copy text then.
+    Raises: DsparkError when drafter and target do not belong together, so that it never starts.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        settings = config.draft_replicas
+        assert settings is not None, "a draft replica is deployed only where draft_replicas are configured"
+        folder = str(config.drafter)
+        self._loop: DraftLoop | None = None
+        if not is_drafter_folder(folder):
+            self._nothing = f"no trained drafter at {folder}; train one with python jobs/train.py"
+            log.warning("%s: this draft replica drafts nothing", self._nothing)
+            return
+        server = load_draft_server(config.target, folder, config=settings.contexts, num_threads=settings.threads)
+        self._loop = DraftLoop(server)
+        self._loop.start()
+        log.info("drafting for %s with %s", config.target.name, folder)
+
+    async def draft(self, message: DraftMessage) -> DraftAnswer:
+        """The answer to an engine's message. Raises: DraftReplicaStopped."""
+        if self._loop is None:
+            return DraftAnswer((), self._nothing)
+        return await asyncio.wrap_future(self._loop.post(message))
+
+    async def figures(self) -> dict[str, float]:
+        """Counters of `DraftServerStats`, contexts kept and free pages."""
+        if self._loop is None:
+            return {}
+        server = self._loop.server
+        return asdict(server.stats) | {"contexts": server.num_contexts, "pages_free": server.pool.num_free}
+
+    async def check_health(self) -> None:
+        """Raises: DraftReplicaStopped when nothing is drafted any more; Serve then replaces the replica."""
+        if self._loop is not None:
+            self._loop.check()
+
+    def close(self) -> None:
+        """Stop the thread; what waits ends with an error."""
+        if self._loop is not None:
+            self._loop.stop()
+
+    def __del__(self) -> None:  # how Serve tells a replica that it ends
+        if hasattr(self, "_loop"):
+            self.close()

@@ -1,0 +1,139 @@
+"""Two target replicas and a draft replica on Ray Serve, and what becomes of their streams when it is killed."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from dspark.serving.app import draft_deployment, target_deployment
+from dspark.serving.config import ServeConfig
+from dspark.serving.openai_schema import CompletionRequest, Refusal
+from local_cluster import start_local_cluster
+from tiny_drafter import make_tiny_drafter
+from tiny_serving import MODEL, serve_config
+from tiny_target import make_tiny_target
+
+pytestmark = pytest.mark.ray
+
+LONG = 400  # tokens of an answer during which something happens
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
+    folder = tmp_path_factory.mktemp("draft_replicas")
+    target = make_tiny_target(folder / "target", max_length=LONG + 96)
+    contexts = {"page_size": 4, "kv_tokens": 8192}
+    return serve_config(
+        target,
+        drafter=str(make_tiny_drafter(folder / "drafter", target)),
+        limits={"max_output_tokens": LONG},
+        draft_replicas={"contexts": contexts, "link": {"deadline_s": 0.5}},
+    )
+
+
+@pytest.fixture(scope="module")
+def targets(config: ServeConfig) -> Iterator[Any]:
+    start_local_cluster()
+    serve.start(proxy_location="Disabled")
+    assert config.draft_replicas is not None
+    drafts = draft_deployment(config.draft_replicas).options(health_check_period_s=1)
+    target = target_deployment(config).options(num_replicas=2)
+    yield serve.run(target.bind(config, drafts.bind(config)), name="drafts", route_prefix=None)
+    serve.shutdown()
+
+
+def ask(targets: Any, name: str, *, max_tokens: int = 40, **fields: Any) -> "asyncio.Task[list[int]]":
+    handle = targets.options(method_name="generate", stream=True)
+    prompt = [1, 40, 77, len(name)]
+    request = CompletionRequest(
+        model=MODEL, prompt=prompt, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **fields
+    )
+
+    async def run() -> list[int]:
+        ids: list[int] = []
+        async for delta in handle.remote(name, request):
+            assert not isinstance(delta, Refusal), delta
+            ids += delta.token_ids
+        return ids
+
+    return asyncio.create_task(run())
+
+
+def figures(targets: Any) -> list[dict[str, float]]:
+    """Counters and gauges of each target replica."""
+    found = []
+    for families in targets.broadcast("metrics").results():
+        found.append({sample.name: sample.value for family in families for sample in family.samples})
+    return found
+
+
+def of_drafts() -> dict[str, float]:
+    (found,) = serve.get_deployment_handle("DraftReplica", "drafts").broadcast("figures").results()
+    return dict(found)
+
+
+def wait_for(holds: Callable[[], bool], *, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+async def answers(targets: Any, label: str, num: int, **fields: Any) -> list[list[int]]:
+    return await asyncio.gather(*(ask(targets, f"{label}{'x' * k}", **fields) for k in range(num)))
+
+
+def test_both_targets_are_drafted_for_and_answer_as_without_a_drafter(targets: Any) -> None:
+    plain = asyncio.run(answers(targets, "a", 8, verify_length=0))
+    drafted = asyncio.run(answers(targets, "a", 8))
+    assert drafted == plain
+    for one in figures(targets):
+        assert one["dspark_draft_link_up"] == 1
+        assert one["dspark_drafted_tokens_total"] > 0
+    assert wait_for(lambda: of_drafts()["contexts"] == 0, seconds=5)
+    found = of_drafts()
+    assert found["pages_free"] == 2048
+    assert found["drafted"] > 0
+
+
+def kill_draft_replica() -> None:
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    (name,) = [name for name in names if "DraftReplica" in name]
+    ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
+
+
+def test_a_draft_replica_killed_amid_streams_costs_no_token_and_drafting_comes_back(targets: Any) -> None:
+    plain = asyncio.run(answers(targets, "b", 6, max_tokens=LONG, verify_length=0))
+
+    async def interrupted() -> list[list[int]]:
+        tasks = [ask(targets, f"b{'x' * k}", max_tokens=LONG) for k in range(6)]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(kill_draft_replica)
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(interrupted()) == plain
+    failures = [one["dspark_draft_link_failures_total"] for one in figures(targets)]
+    assert max(failures) > 0
+
+    def is_back() -> bool:
+        asyncio.run(answers(targets, "c", 4))
+        return all(one["dspark_draft_link_up"] == 1 for one in figures(targets))
+
+    assert wait_for(is_back, seconds=60)
+    before = [one["dspark_drafted_tokens_total"] for one in figures(targets)]
+    assert asyncio.run(answers(targets, "b", 6, max_tokens=LONG)) == plain
+    after = [one["dspark_drafted_tokens_total"] for one in figures(targets)]
+    assert sum(after) > sum(before)
+
+    def is_empty() -> bool:
+        """What could not be said when a request ended is said with the next one's."""
+        asyncio.run(answers(targets, "d", 4))
+        return of_drafts()["contexts"] == 0
+
+    assert wait_for(is_empty, seconds=30)
