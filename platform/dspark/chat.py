@@ -14,7 +14,9 @@ from dspark.errors import one_line
 
 PREFLIGHT_ROWS = 16
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+# What a template may raise on what it is given, beside the errors of its own language.
+TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TemplateError, TypeError, ValueError)
 
 
 class ChatConfig(Config):
@@ -38,25 +40,39 @@ class TokenSequence:
         return sum(self.loss_mask)
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], chat: ChatConfig) -> list[int]:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    chat: ChatConfig,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_options: Mapping[str, Any] | None = None,
+    begins_answer: bool = True,
+) -> list[int]:
     """Ids of a conversation up to where the next answer begins.
 
-    A system turn of the conversation's own wins over `chat.system_prompt`. Raises: ValueError with the template's
-    reason if it refuses the conversation, or if there is no template.
+    A system turn of the conversation's own wins over `chat.system_prompt`, and `template_options` over those of `chat`.
+    tools: functions an answer may call, in OpenAI's form. begins_answer: whether what begins one follows the messages.
+    Raises: ValueError with the template's reason if it refuses the conversation, or if there is no template.
     """
     conversation = with_system_prompt(messages, chat)
     if tokenizer.chat_template is None:
         raise ValueError(f"target {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned target")
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **chat.template_options
+            conversation,
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=begins_answer,
+            tokenize=True,
+            return_dict=True,
+            **(chat.template_options | dict(template_options or {})),
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+    except TEMPLATE_ERRORS as error:
         raise ValueError(f"chat template refuses the conversation: {one_line(error)}") from error
     return list(encoded["input_ids"])
 
 
-def with_system_prompt(messages: Sequence[Message], chat: ChatConfig) -> list[dict[str, str]]:
+def with_system_prompt(messages: Sequence[Message], chat: ChatConfig) -> list[dict[str, Any]]:
     """The conversation as a template gets it: `chat.system_prompt` first, unless it has a system turn of its own."""
     conversation = [dict(message) for message in messages]
     has_system = any(message["role"] == "system" for message in conversation)

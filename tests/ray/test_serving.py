@@ -116,6 +116,13 @@ def test_completions_and_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
+def test_a_request_keeps_its_name_and_texts_become_tokens(url: str, client: openai.OpenAI) -> None:
+    answer = ask(client, "hello", extra_headers={"X-Request-Id": "order-66"})
+    assert (answer.id, answer._request_id) == ("chatcmpl-order-66", "order-66")  # told once: Serve's proxy does it
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": "hello"}).json()["tokens"]
+    assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "hello"}
+
+
 def test_answers_in_company_are_the_answers_alone(client: openai.OpenAI) -> None:
     prompts = [f"question {k}" for k in range(2)]
     alone = [ask(client, prompt).choices[0].message.content for prompt in prompts]

@@ -181,7 +181,7 @@ class Engine:
         lengths = self.policy.verify_lengths(decoding, proposals, prefill_tokens=prefill_tokens)
         self.stats.schedule.add_budgets(lengths)
         works = reading + [
-            decode(running, proposal.first(length))
+            decode(running, proposal, length)
             for running, proposal, length in zip(decoding, proposals, lengths, strict=True)
         ]
         clock_s.append(time.perf_counter())
@@ -281,6 +281,7 @@ class Engine:
             num_output_tokens=len(running.output_ids),
             round=done,
             num_cached_tokens=running.num_cached,
+            num_drafted=work.num_drafted,
         )
 
     def _extend(self, running: RunningRequest, committed_ids: Sequence[int], hidden: Tensor | None) -> None:

@@ -28,7 +28,7 @@ class StepOutput:
     token_ids: newly committed, a stop token being the last; text: newly emitted, whole characters only, without stop
     token and stop string. num_prompt_tokens, num_output_tokens: usage so far. round: None for the prompt's own token.
     logprobs: an entry per token id, where the request asks for them. num_cached_tokens: of the prompt, found in the
-    prefix cache.
+    prefix cache. num_drafted: draft tokens proposed, of which the round may have verified fewer.
     """
 
     request_id: str
@@ -40,15 +40,20 @@ class StepOutput:
     round: Round | None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request's part in a step: a chunk of its prompt (no proposal), or its anchor and the proposal to verify."""
+    """One request's part in a step: a chunk of its prompt (no proposal), or its anchor and the proposal to verify.
+
+    num_drafted: tokens of the proposal before it was cut to what is verified.
+    """
 
     running: RunningRequest
     piece: Piece
     proposal: Proposal | None
+    num_drafted: int = 0
 
     @property
     def yields_token(self) -> bool:
@@ -90,10 +95,12 @@ def read_prompt(running: RunningRequest, max_tokens: int) -> Work:
     return Work(running, Piece(running.table, chunk, num_logits=int(is_first_drawn)), None)
 
 
-def decode(running: RunningRequest, proposal: Proposal) -> Work:
-    """The anchor, and behind it the tokens to verify."""
-    token_ids = [running.anchor_id, *proposal.token_ids.tolist()]
-    return Work(running, Piece(running.table, token_ids, num_logits=len(token_ids)), proposal)
+def decode(running: RunningRequest, proposal: Proposal, length: int) -> Work:
+    """The anchor, and behind it the first `length` tokens of the proposal, which are to be verified."""
+    verified = proposal.first(length)
+    token_ids = [running.anchor_id, *verified.token_ids.tolist()]
+    piece = Piece(running.table, token_ids, num_logits=len(token_ids))
+    return Work(running, piece, verified, num_drafted=proposal.num_tokens)
 
 
 def round_of(proposal: Proposal, verdict: Verdict, num_committed: int) -> Round:

@@ -30,7 +30,7 @@ class Ingress:
         self._replica = replica
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Serve's name for it
-        return build_app(ReplicaClient(self._replica), self._config)
+        return build_app(ReplicaClient(self._replica), self._config, is_behind_proxy=True)
 
 
 def build(args: dict[str, Any]) -> Application:

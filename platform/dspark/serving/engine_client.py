@@ -1,9 +1,9 @@
 """What the API and a target replica say to each other, and the way there through Ray Serve."""
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError
@@ -11,12 +11,17 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from dspark.engine.request import FinishReason
 from dspark.serving.openai_schema import GenerateRequest, Refusal
+from dspark.serving.speculation_metrics import StepDraft
 from dspark.serving.token_logprobs import ShownLogprobs
+from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from dspark.serving.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
 log = logging.getLogger("dspark")
+
+AnswerEnd = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True)
@@ -25,18 +30,21 @@ class Delta:
 
     prompt_token_ids: what the target saw, on the first one and only where token ids are asked for. index: which of the
     request's choices it belongs to. logprobs: an entry per token id, where they are asked for. num_cached_tokens: of
-    the prompt, found in the prefix cache.
+    the prompt, found in the prefix cache. draft: of a decode, where the request asks for it. tool_calls: what was found
+    in the text, and is no longer there; the engine itself knows of none.
     """
 
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None
+    finish_reason: AnswerEnd | None
     num_prompt_tokens: int
     num_output_tokens: int
     prompt_token_ids: tuple[int, ...] | None = None
     index: int = 0
     logprobs: list[ShownLogprobs] | None = None
     num_cached_tokens: int = 0
+    draft: StepDraft | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class EngineClient(Protocol):
@@ -47,6 +55,14 @@ class EngineClient(Protocol):
 
         A refusal comes first, or last where something broke. Closing it frees all.
         """
+        ...
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
+        """The ids that a prompt becomes."""
+        ...
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer | Refusal:
+        """The text of ids."""
         ...
 
     async def metrics(self) -> "Sequence[Metric]":
@@ -84,9 +100,26 @@ class ReplicaClient:
             if not ended:
                 response.cancel()
 
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
+        return await _answered(self._handle.tokenize.remote(request))
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer | Refusal:
+        return await _answered(self._handle.detokenize.remote(request))
+
     async def metrics(self) -> "Sequence[Metric]":
         per_replica = await self._handle.broadcast("metrics").results_async(return_exceptions=True)
         return [family for families in per_replica if not isinstance(families, Exception) for family in families]
 
     async def check_health(self) -> None:
         await self._handle.check_health.remote()
+
+
+async def _answered(response: Awaitable[Any]) -> Any:
+    """What a replica answers, or why it does not."""
+    try:
+        return await response
+    except BackPressureError:
+        return Refusal(429, "too many requests are waiting; try again later", code="rate_limit_exceeded")
+    except RayError:
+        log.exception("a replica failed")
+        return Refusal(503, "the replica that worked on this request failed; try again", code="replica_failed")

@@ -2,12 +2,9 @@
 
 import asyncio
 import contextlib
-import hmac
+import functools
 import logging
-import time
-import uuid
 from collections.abc import AsyncGenerator, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -17,62 +14,54 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from dspark.serving.answer_stages import Answers, staged
 from dspark.serving.config import ServeConfig
 from dspark.serving.engine_client import Delta, EngineClient
+from dspark.serving.incoming import Incoming
 from dspark.serving.metrics import render
-from dspark.serving.openai_schema import (
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    Refusal,
-    RequestRefused,
-    parse_request,
-)
-from dspark.serving.responses import DONE, ChatWriter, ModelCard, ModelList, TextWriter, error_event
+from dspark.serving.openai_schema import ChatRequest, CompletionRequest, GenerateRequest, Refusal, RequestRefused
+from dspark.serving.openapi import openapi_document
+from dspark.serving.request_ids import RequestIds, answer_id, engine_id
+from dspark.serving.responses import DONE, ChatWriter, TextWriter, error_event
+from dspark.serving.small_endpoints import SmallEndpoints
 
 HEALTH_TIMEOUT_S = 0.8
 METRICS_TIMEOUT_S = 5.0
 CLIENT_GONE = 499  # nobody reads it; it stands in access logs
 INTERNAL = Refusal(500, "internal error; the server's log has the details", code="internal_error")
 
-Answers = AsyncGenerator[Delta | Refusal, None]
 T = TypeVar("T")
 
 log = logging.getLogger("dspark")
 
 
-def build_app(engine: EngineClient, config: ServeConfig) -> FastAPI:
-    """The API as an ASGI application."""
-    app = FastAPI(title="dspark", docs_url=None, redoc_url=None, openapi_url=None)
-    endpoints = _Endpoints(engine, config)
+def build_app(engine: EngineClient, config: ServeConfig, *, is_behind_proxy: bool = False) -> FastAPI:
+    """The API as an ASGI application. is_behind_proxy: Ray Serve's, which tells requests' ids itself."""
+    app = FastAPI(title="dspark", docs_url=None, redoc_url=None)
+    incoming = Incoming(config)
+    endpoints, small = _Endpoints(engine, incoming), SmallEndpoints(engine, incoming, config)
     app.add_api_route("/health", endpoints.health)
     app.add_api_route("/metrics", endpoints.metrics)
-    app.add_api_route("/v1/models", endpoints.models)
+    app.add_api_route("/version", small.version)
+    app.add_api_route("/v1/models", small.models)
+    app.add_api_route("/v1/models/{model:path}", small.model)
     app.add_api_route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.completions, methods=["POST"])
+    app.add_api_route("/tokenize", small.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", small.detokenize, methods=["POST"])
     app.add_exception_handler(RequestRefused, _on_refused)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_failure)
+    app.add_middleware(RequestIds, is_told=not is_behind_proxy)
+    app.openapi = functools.partial(openapi_document, config.model_name)  # type: ignore[method-assign]
     return app
 
 
-def read_api_keys(path: str | Path) -> list[bytes]:
-    """The keys in a file, one per line. Raises: ValueError without any: an empty list would let everybody in."""
-    if not Path(path).is_file():
-        raise ValueError(f"api_keys_file not found: {path}; write a key per line into it, or leave it out")
-    keys = [line.strip() for line in Path(path).read_bytes().splitlines() if line.strip()]
-    if not keys:
-        raise ValueError(f"api_keys_file {path} holds no key; write one per line into it, or leave it out")
-    return keys
-
-
 class _Endpoints:
-    def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
+    def __init__(self, engine: EngineClient, incoming: Incoming) -> None:
         self._engine = engine
-        self._model = config.model_name
-        self._max_body_bytes = config.limits.max_body_bytes
-        self._api_keys = [] if config.api_keys_file is None else read_api_keys(config.api_keys_file)
-        self._started = int(time.time())
+        self._incoming = incoming
 
     async def health(self) -> Response:
         """200 while a replica answers; the engine's own steps are not waited for."""
@@ -90,10 +79,6 @@ class _Endpoints:
             raise RequestRefused.of("the replicas did not answer in time", status=503) from None
         return Response(render(families), media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self, http: Request) -> Response:
-        self._authorise(http)
-        return JSONResponse(ModelList(data=[ModelCard(id=self._model, created=self._started)]).model_dump())
-
     async def chat_completions(self, http: Request) -> Response:
         return await self._answer(http, ChatRequest, ChatWriter)
 
@@ -103,33 +88,19 @@ class _Endpoints:
     async def _answer(
         self, http: Request, request_class: type[GenerateRequest], writer_class: type[TextWriter]
     ) -> Response:
-        self._authorise(http)
-        request = parse_request(request_class, await _read_body(http, self._max_body_bytes))
-        if request.model != self._model:
-            message = f"model {request.model!r} is not served here; {self._model!r} is"
-            raise RequestRefused.of(message, param="model", code="model_not_found", status=404)
-        request_id = f"{writer_class.prefix}-{uuid.uuid4().hex}"
-        writer = writer_class(request_id, request)
-        answers = self._engine.generate(request_id, request)
+        request = await self._incoming.read(http, request_class)
+        writer = writer_class(answer_id(http, writer_class.prefix), request)
+        request_id = engine_id(http, writer_class.prefix)
+        answers = staged(self._engine.generate(request_id, request), request, writer.tally)
         try:
             if request.stream:
-                return await _stream(http, request, writer, answers)
+                return await _stream(http, writer, answers)
             return await _whole(http, writer, answers)
         except (RequestRefused, ClientDisconnect):
             raise
         except Exception:
             log.exception("request %s failed", request_id)
             raise RequestRefused(INTERNAL) from None
-
-    def _authorise(self, http: Request) -> None:
-        """Raises: RequestRefused (401) without a valid key. Every key is compared, each in constant time."""
-        if not self._api_keys:
-            return
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._api_keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            message = "no valid API key; send one as `Authorization: Bearer KEY`"
-            raise RequestRefused.of(message, code="invalid_api_key", status=401)
 
 
 class _EventStream(StreamingResponse):
@@ -152,7 +123,7 @@ async def _whole(http: Request, writer: TextWriter, answers: Answers) -> Respons
         return JSONResponse(writer.whole(await _unless_gone(http, _collect(answers, writer.num_choices))))
 
 
-async def _stream(http: Request, request: GenerateRequest, writer: TextWriter, answers: Answers) -> Response:
+async def _stream(http: Request, writer: TextWriter, answers: Answers) -> Response:
     """The stream, once its first item is there: until then an error still gets a status of its own."""
     try:
         first = await _unless_gone(http, _next(answers))
@@ -161,12 +132,10 @@ async def _stream(http: Request, request: GenerateRequest, writer: TextWriter, a
     except BaseException:
         await answers.aclose()
         raise
-    return _EventStream(_events(request, writer, first, answers), answers)
+    return _EventStream(_events(writer, first, answers), answers)
 
 
-async def _events(
-    request: GenerateRequest, writer: TextWriter, first: Delta, answers: Answers
-) -> AsyncGenerator[bytes, None]:
+async def _events(writer: TextWriter, first: Delta, answers: Answers) -> AsyncGenerator[bytes, None]:
     """One event per step and choice that has something to show, and what ended each choice."""
     item: Delta | Refusal = first
     lasts: list[Delta] = []
@@ -187,8 +156,7 @@ async def _events(
         log.exception("stream failed")
         yield error_event(INTERNAL)
         return
-    usage = writer.usage(lasts) if request.includes_usage else b""
-    yield writer.final(item) + usage + DONE
+    yield writer.final(item) + writer.totals(lasts) + DONE
 
 
 async def _next(answers: Answers) -> Delta | Refusal:
@@ -231,18 +199,10 @@ async def _disconnect(http: Request) -> None:
         pass
 
 
-async def _read_body(http: Request, max_bytes: int) -> bytes:
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise RequestRefused.of(f"the body is longer than {max_bytes} bytes", status=413)
-    return bytes(body)
-
-
 async def _on_refused(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRefused)
-    return JSONResponse(error.refusal.body(), status_code=error.refusal.status)
+    refusal = error.refusal
+    return JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers())
 
 
 async def _on_http_error(http: Request, error: Exception) -> Response:
@@ -250,6 +210,11 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     refusal = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
     return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
+
+
+async def _on_failure(http: Request, error: Exception) -> Response:
+    """What nothing else caught, which the server logs."""
+    return JSONResponse(INTERNAL.body(), status_code=INTERNAL.status)
 
 
 async def _on_disconnect(http: Request, error: Exception) -> Response:

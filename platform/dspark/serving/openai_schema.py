@@ -1,56 +1,51 @@
 """The OpenAI wire format: what a client may send and what it gets. What is not supported is refused by name."""
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 import pydantic_core
 from pydantic import Field
 
 from dspark.engine.sampling import MAX_LOGPROBS
-from dspark.serving.sampling_fields import SamplingFields, Wire
+from dspark.serving.chat_messages import MAX_TOOLS, ChatTurn, Nested, Tool
+from dspark.serving.request_fields import UNSUPPORTED, WITHOUT_EFFECT
+from dspark.serving.sampling_fields import Request, SamplingFields
 
-# Parameters of the API that change the output in a way this server does not, with the values that ask for nothing.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # how tools are called; there are none
-    "prediction": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# Say who asks or how it is billed and stored, never what is answered.
-WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+MAX_SHOWN = 200  # characters of a name that was sent
 
-R = TypeVar("R", bound="GenerateRequest")
+R = TypeVar("R", bound="Request")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not, or no longer, served: an HTTP status and the fields of OpenAI's error object."""
+    """Why a request is not, or no longer, served: an HTTP status and the fields of OpenAI's error object.
+
+    retry_after_s: when to come back; None says nothing better than a second, and nothing but for status 429 and 503.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: float | None = None
 
     def body(self) -> dict[str, Any]:
         """The JSON of an error response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Of an error response."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        is_temporary = self.status in (429, 503)
+        if self.retry_after_s is None and not is_temporary:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s or 0)))}
 
 
 class RequestRefused(Exception):
@@ -65,13 +60,26 @@ class RequestRefused(Exception):
         return cls(Refusal(status, message, param, code))
 
 
-class Nested(Wire):
-    """An object within a request: a null in it is as good as absent, as it is at the top."""
+def _one_prompt(prompt: Any) -> Any:
+    if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
+        if len(prompt) != 1:
+            raise ValueError(f"holds {len(prompt)} prompts; send one request for each")
+        prompt = prompt[0]
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
+        raise ValueError("must be a string or a list of token ids")
+    if not prompt:
+        raise ValueError("must not be empty")
+    return prompt
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, content: Any) -> Any:
-        return {k: v for k, v in content.items() if v is not None} if isinstance(content, dict) else content
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_ONE_OF_THEM = [{"type": "array", "items": one, "minItems": 1, "maxItems": 1} for one in (_TEXT, _IDS)]
+Prompt = Annotated[
+    str | list[int],
+    pydantic.BeforeValidator(_one_prompt),
+    pydantic.WithJsonSchema({"anyOf": [_TEXT, _IDS, *_ONE_OF_THEM]}),
+]
 
 
 class StreamOptions(Nested):
@@ -79,39 +87,31 @@ class StreamOptions(Nested):
 
     include_usage: bool = False
     """End the stream with a chunk that holds the usage and no choice."""
-
-
-class ChatTurn(Nested):
-    """One message of a conversation; a list of text parts is joined by line breaks. Templates know no developer: what
-    it says is the system's."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str = Field(min_length=1)
-
-    @pydantic.field_validator("role", mode="before")
-    @classmethod
-    def _known_to_templates(cls, role: Any) -> Any:
-        return "system" if role == "developer" else role
-
-    @pydantic.field_validator("content", mode="before")
-    @classmethod
-    def _join_text_parts(cls, content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        return "\n".join(_text_of(part) for part in content)
+    continuous_usage_stats: bool = False
+    """Extension, as vLLM's: every chunk holds the usage so far; needs include_usage."""
+    include_obfuscation: Literal[False] = False
+    """Chunks are not padded to hide their lengths."""
 
 
 class GenerateRequest(SamplingFields):
     """What both endpoints take."""
 
     model: str
+    """The served model's name; any other is status 404."""
     stream: bool = False
+    """Answer as server-sent events, one per verify step and answer."""
     stream_options: StreamOptions | None = None
+    """`include_usage` and `continuous_usage_stats`; needs stream = true."""
     max_tokens: int | None = Field(None, ge=1)
+    """Most tokens of an answer; over limits.max_output_tokens or the context it is refused."""
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    """Extension, as vLLM's: a smaller one is served earlier and preempted later."""
+    """Extension, as vLLM's: a smaller one is served earlier and preempted later; needs limits.allow_priority."""
+    speculation: bool = True
+    """Extension: false decodes this request plainly; its text stays the same where it is greedy or seeded."""
     verify_length: int | None = Field(None, ge=0)
     """Extension, for tests and benchmarks: verify this many draft tokens a round, whatever the scheduler says."""
+    return_speculation: bool = False
+    """Extension: tell beside the usage, as `metrics.speculative_decoding`, what was drafted, verified and accepted."""
     return_token_ids: bool = False
     """Extension, as vLLM's: each choice carries its ids as `token_ids`, and the prompt's stand as `prompt_token_ids`
     in a completion's choice or beside a chat's choices, in a stream with the first chunk."""
@@ -129,14 +129,59 @@ class GenerateRequest(SamplingFields):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk of the stream tells the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def require_consistent(self) -> None:
+        """Raises: RequestRefused (400) for fields that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestRefused.of("stream_options needs stream = true", param="stream_options")
+        if self.has_running_usage and not self.includes_usage:
+            message = "continuous_usage_stats needs include_usage = true"
+            raise RequestRefused.of(message, param="stream_options.continuous_usage_stats")
+        if self.verify_length and not self.speculation:
+            message = f"verify_length is {self.verify_length} but speculation is false; send one of them"
+            raise RequestRefused.of(message, param="verify_length")
+        if self.max_tokens is not None and self.token_limit != self.max_tokens:
+            raise RequestRefused.of(
+                f"max_tokens is {self.max_tokens} but max_completion_tokens is {self.token_limit}; send one of them",
+                param="max_tokens",
+            )
+
 
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
     messages: list[ChatTurn] = Field(min_length=1)
+    """The conversation: turns of system, developer (told as system), user, assistant (with tool_calls) and tool."""
     max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of max_tokens."""
     logprobs: bool = False
+    """Tell each token's log-probability under the target's own distribution; in a completion a number, which also tells
+    so many most likely tokens."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """So many most likely tokens beside each; needs logprobs = true."""
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
+    """Functions the answer may call, told by the target's template; one that knows no tools is refused."""
+    tool_choice: Literal["none", "auto"] = "auto"
+    """"none" tells the template of no tool and looks for no call; "required" and named tools are refused, since output
+    is not constrained to a grammar."""
+    parallel_tool_calls: bool = True
+    """false ends the answer behind its first call."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extension, as vLLM's: variables of the target's template, such as enable_thinking; unknown ones are refused."""
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """What the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    def require_consistent(self) -> None:
+        super().require_consistent()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestRefused.of("top_logprobs needs logprobs = true", param="top_logprobs")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -154,25 +199,16 @@ class ChatRequest(GenerateRequest):
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions. A prompt is a text or token ids; several prompts are several requests."""
 
-    prompt: str | list[int]
+    prompt: Prompt
+    """A text or token ids; a list of one of them is taken, several are refused."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Tell each token's log-probability under the target's own distribution, and so many most likely tokens."""
+    add_special_tokens: bool = True
+    """Extension, as vLLM's: false leaves out what the tokenizer puts around a text, such as a token that begins it."""
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    @pydantic.field_validator("prompt", mode="before")
-    @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
-            if len(prompt) != 1:
-                raise ValueError(f"holds {len(prompt)} prompts; send one request for each")
-            prompt = prompt[0]
-        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
-            raise ValueError("must be a string or a list of token ids")
-        if not prompt:
-            raise ValueError("must not be empty")
-        return prompt
 
 
 def parse_request(request_class: type[R], body: bytes) -> R:
@@ -185,45 +221,28 @@ def parse_request(request_class: type[R], body: bytes) -> R:
         raise RequestRefused.of("the body must be a JSON object")
     given = {name: value for name, value in content.items() if value is not None and name not in WITHOUT_EFFECT}
     for name in sorted(given.keys() & UNSUPPORTED.keys()):
-        if not _asks_for_nothing(given.pop(name), UNSUPPORTED[name]):
-            raise RequestRefused.of(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+        if not UNSUPPORTED[name].allows(given[name]):
+            message = f"{name} is not supported ({UNSUPPORTED[name].reason}); leave it out"
+            raise RequestRefused.of(message, param=name, code="unsupported_parameter")
+        if name not in request_class.model_fields:
+            del given[name]
     try:
         request = request_class.model_validate(given)
     except pydantic.ValidationError as error:
         raise _first_problem(error, request_class) from None
-    _require_consistent(request)
+    request.require_consistent()
     return request
 
 
-def _require_consistent(request: GenerateRequest) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise RequestRefused.of("stream_options needs stream = true", param="stream_options")
-    if request.max_tokens is not None and request.token_limit != request.max_tokens:
-        raise RequestRefused.of(
-            f"max_tokens is {request.max_tokens} but max_completion_tokens is {request.token_limit}; send one of them",
-            param="max_tokens",
-        )
-    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
-        raise RequestRefused.of("top_logprobs needs logprobs = true", param="top_logprobs")
-
-
-def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether the value is one of the neutral ones; 0 is not false here, since `logprobs: 0` does ask for something."""
-    return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
-
-
-def _text_of(part: Any) -> str:
-    if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text":
-        text = part["text"]
-        if isinstance(text, str):
-            return text
-    raise ValueError('only parts of the form {"type": "text", "text": "..."} are supported')
-
-
-def _first_problem(error: pydantic.ValidationError, request_class: type[GenerateRequest]) -> RequestRefused:
+def _first_problem(error: pydantic.ValidationError, request_class: type[Request]) -> RequestRefused:
     """The first thing that is wrong, without repeating what was sent: it may be a prompt."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = ".".join(str(part) for part in problem["loc"])
+    param = _place(problem["loc"])[:MAX_SHOWN]
+    if problem["type"] == "union_tag_not_found":
+        return RequestRefused.of(f"{param}.role is required", param=f"{param}.role")
+    if problem["type"] == "union_tag_invalid":
+        message = f"{param}.role: must be one of system, developer, user, assistant, tool"
+        return RequestRefused.of(message, param=f"{param}.role")
     if problem["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(param, list(request_class.model_fields), n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else "; leave it out"
@@ -231,3 +250,9 @@ def _first_problem(error: pydantic.ValidationError, request_class: type[Generate
     if problem["type"] == "missing":
         return RequestRefused.of(f"{param} is required", param=param)
     return RequestRefused.of(f"{param}: {problem['msg'].removeprefix('Value error, ')}", param=param)
+
+
+def _place(location: Sequence[int | str]) -> str:
+    """A message's role, by which its kind was chosen, is no step on the way to what is wrong in it."""
+    is_in_message = len(location) > 2 and location[0] == "messages"
+    return ".".join(str(part) for i, part in enumerate(location) if not (is_in_message and i == 2))

@@ -2,12 +2,15 @@
 
 import copy
 
-from dspark.chat import ChatConfig, render_prompt
+from dspark.chat import ChatConfig
 from dspark.engine.loading import LoadedEngine
 from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import sampling_problem
+from dspark.serving.chat_prompts import ChatPrompts
 from dspark.serving.config import LimitsConfig
 from dspark.serving.openai_schema import ChatRequest, CompletionRequest, GenerateRequest, RequestRefused
+from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from dspark.serving.tool_calls import CLOSE
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
@@ -20,7 +23,7 @@ class RequestResolver:
     def __init__(self, loaded: LoadedEngine, chat: ChatConfig, limits: LimitsConfig) -> None:
         # Its own: a fast tokenizer that encodes here while the engine's thread decodes fails as "already borrowed".
         self.tokenizer = copy.deepcopy(loaded.tokenizer)
-        self._chat = chat
+        self._chat = ChatPrompts(self.tokenizer, chat)
         self._limits = limits
         self._stop_ids = loaded.stop_ids
         self._block_size = loaded.engine.block_size
@@ -51,25 +54,54 @@ class RequestResolver:
             sampling=sampling,
             max_tokens=max_tokens,
             stop_ids=stop_ids,
-            stop_strings=tuple(request.stop),
+            stop_strings=self._stop_strings(request),
             seed=request.seed,
-            verify_length=request.verify_length,
+            verify_length=request.verify_length if request.speculation else 0,
             priority=request.priority,
             continues_prompt=isinstance(request, CompletionRequest),
         )
 
+    def _stop_strings(self, request: GenerateRequest) -> tuple[str, ...]:
+        """With what ends a call, where only one may be made: the reader of calls needs no closing mark at the end."""
+        has_one_call = isinstance(request, ChatRequest) and request.callable_tools and not request.parallel_tool_calls
+        return (*request.stop, CLOSE) if has_one_call else tuple(request.stop)
+
+    def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer:
+        """Raises: RequestRefused (400)."""
+        if request.messages is None:
+            adds_specials = request.add_special_tokens is not False
+            token_ids = self._encode(request.prompt or "", add_special_tokens=adds_specials)
+        else:
+            begins_answer = request.add_generation_prompt
+            token_ids = self._chat.prompt_ids(
+                request.messages, request.tools, request.chat_template_kwargs, begins_answer=begins_answer
+            )
+        strings = [str(token) for token in self.tokenizer.convert_ids_to_tokens(token_ids)]
+        return TokenizeAnswer(
+            count=len(token_ids),
+            max_model_len=self._context,
+            tokens=token_ids,
+            token_strs=strings if request.return_token_strs else None,
+        )
+
+    def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer:
+        """Raises: RequestRefused (400)."""
+        for token_id in request.tokens:
+            self._require_known("tokens", token_id)
+        return DetokenizeAnswer(prompt=str(self.tokenizer.decode(request.tokens, clean_up_tokenization_spaces=False)))
+
     def _prompt_ids(self, request: GenerateRequest) -> list[int]:
         if isinstance(request, ChatRequest):
-            try:
-                return render_prompt(self.tokenizer, [turn.model_dump() for turn in request.messages], self._chat)
-            except ValueError as error:
-                raise RequestRefused.of(str(error), param="messages") from None
+            return self._chat.prompt_ids(request.messages, request.callable_tools, request.chat_template_kwargs)
         assert isinstance(request, CompletionRequest)
         if isinstance(request.prompt, str):
-            return list(self.tokenizer(request.prompt)["input_ids"])
+            return self._encode(request.prompt, add_special_tokens=request.add_special_tokens)
         for token_id in request.prompt:
             self._require_known("prompt", token_id)
         return request.prompt
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _require_known(self, param: str, token_id: int) -> None:
         """Raises: RequestRefused for an id that the target does not have."""

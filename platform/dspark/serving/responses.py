@@ -5,89 +5,28 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from dspark.engine.request import FinishReason
-from dspark.serving.engine_client import Delta
+from dspark.serving.answer_schema import (
+    Answer,
+    AnswerMessage,
+    AnswerObject,
+    CalledFunction,
+    CalledTool,
+    ChatChoice,
+    ChatChunkChoice,
+    MessageDelta,
+    PromptTokensDetails,
+    TextChoice,
+    Usage,
+)
+from dspark.serving.engine_client import AnswerEnd, Delta
 from dspark.serving.openai_schema import GenerateRequest, Refusal
-from dspark.serving.sampling_fields import Wire
-from dspark.serving.token_logprobs import ChatLogprobs, ShownLogprobs, TextLogprobs, chat_logprobs, text_logprobs
+from dspark.serving.speculation_metrics import SpeculationTally
+from dspark.serving.token_logprobs import ShownLogprobs, chat_logprobs, text_logprobs
+from dspark.serving.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
-
-AnswerObject = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
-
-
-class PromptTokensDetails(Wire):
-    cached_tokens: int
-    """Found in the prefix cache, and not read for this request."""
-
-
-class Usage(Wire):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TextChoice(Wire):
-    """A choice of /v1/completions, whole or in part."""
-
-    index: int = 0
-    text: str
-    finish_reason: FinishReason | None
-    logprobs: TextLogprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class AnswerMessage(Wire):
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(Wire):
-    index: int = 0
-    message: AnswerMessage
-    finish_reason: FinishReason | None
-    logprobs: ChatLogprobs | None = None
-    token_ids: list[int] | None = None
-
-
-class MessageDelta(Wire):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(Wire):
-    index: int = 0
-    delta: MessageDelta
-    finish_reason: FinishReason | None
-    logprobs: ChatLogprobs | None = None
-    token_ids: list[int] | None = None
-
-
-class Answer(Wire):
-    """A whole answer or a chunk of one."""
-
-    id: str
-    object: AnswerObject
-    created: int
-    model: str
-    choices: Sequence[ChatChoice | ChatChunkChoice | TextChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    """Of a chat; of a completion they stand in its choice."""
-
-
-class ModelCard(Wire):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "dspark"
-
-
-class ModelList(Wire):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+NULLS = frozenset({"finish_reason", "logprobs", "mean_acceptance_length", "draft_acceptance_rate"})
+NULLS_OF_MESSAGE = frozenset({"content"})
 
 
 class TextWriter:
@@ -104,41 +43,60 @@ class TextWriter:
         self._has_logprobs = request.num_logprobs is not None
         self._offsets = [0] * request.n
         self._has_begun = [False] * request.n
+        self._has_running_usage = request.has_running_usage
+        self._newest: dict[int, Delta] = {}
+        self._has_usage = request.includes_usage or not request.stream
+        self.tally = SpeculationTally() if request.return_speculation else None
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The response to a request that does not stream. deltas: all of them, those of the choices mixed."""
         by_choice = [[delta for delta in deltas if delta.index == index] for index in range(self.num_choices)]
         choices = [self._whole_choice(own) for own in by_choice]
-        usage = _usage([own[-1] for own in by_choice])
-        return _plain(self._answer(self.whole_object, choices, usage, _prompt_ids(deltas[0])))
+        answer = self._answer(self.whole_object, choices, _prompt_ids(deltas[0]))
+        return _plain(answer.model_copy(update=self._totals([own[-1] for own in by_choice])))
 
     def has_part(self, delta: Delta) -> bool:
         """Whether a step has something to show in a stream, beside how it ended."""
-        return bool(delta.text or ((self._has_ids or self._has_logprobs) and delta.token_ids))
+        return bool(delta.text or delta.tool_calls or ((self._has_ids or self._has_logprobs) and delta.token_ids))
 
     def chunk(self, delta: Delta) -> bytes:
         """The event of one step."""
         choice = self._part(delta)
         self._has_begun[delta.index] = True
-        return self._event([choice], prompt_ids=_prompt_ids(delta))
+        return self._event([choice], self._running_usage(delta), prompt_ids=_prompt_ids(delta))
 
     def final(self, delta: Delta) -> bytes:
         """The event that says why a choice ended; its text, ids and logprobs were told before."""
-        return self._event([self._last_part(delta)])
+        return self._event([self._last_part(delta)], self._running_usage(delta))
 
-    def usage(self, lasts: Sequence[Delta]) -> bytes:
-        """The event with the usage, after the final ones. lasts: the last of every choice."""
-        return self._event([], _usage(lasts))
+    def totals(self, lasts: Sequence[Delta]) -> bytes:
+        """The event after the final ones, with what is asked for of usage and speculation; b"" where nothing is.
 
-    def _event(self, choices: Sequence[Any], usage: Usage | None = None, prompt_ids: list[int] | None = None) -> bytes:
-        return _event(_plain(self._answer(self.chunk_object, choices, usage, prompt_ids)))
+        lasts: the last of every choice.
+        """
+        totals = self._totals(lasts)
+        return self._event([], totals) if totals else b""
 
-    def _answer(
-        self, kind: AnswerObject, choices: Sequence[Any], usage: Usage | None, prompt_ids: list[int] | None
-    ) -> Answer:
+    def _totals(self, lasts: Sequence[Delta]) -> dict[str, Any]:
+        """What an answer tells beside its choices."""
+        totals: dict[str, Any] = {"usage": _usage(lasts)} if self._has_usage else {}
+        return totals if self.tally is None else totals | {"metrics": self.tally.metrics()}
+
+    def _running_usage(self, delta: Delta) -> dict[str, Any]:
+        """The usage of all choices so far, for every chunk of a stream that asks for it."""
+        if not self._has_running_usage:
+            return {}
+        self._newest[delta.index] = delta
+        return {"usage": _usage(list(self._newest.values()))}
+
+    def _event(self, choices: Sequence[Any], totals: dict[str, Any], prompt_ids: list[int] | None = None) -> bytes:
+        answer = self._answer(self.chunk_object, choices, prompt_ids)
+        return _event(_plain(answer.model_copy(update=totals)))
+
+    def _answer(self, kind: AnswerObject, choices: Sequence[Any], prompt_ids: list[int] | None) -> Answer:
         """prompt_ids: where they are asked for, and not told yet."""
         choices = [choice.model_copy(update={"prompt_token_ids": prompt_ids}) for choice in choices]
-        return Answer(**self._head, object=kind, choices=choices, usage=usage)
+        return Answer(**self._head, object=kind, choices=choices)
 
     def _whole_choice(self, deltas: Sequence[Delta]) -> TextChoice | ChatChoice:
         return self._text_choice(deltas, deltas[-1].finish_reason)
@@ -149,7 +107,7 @@ class TextWriter:
     def _last_part(self, delta: Delta) -> TextChoice | ChatChunkChoice:
         return TextChoice(index=delta.index, text="", finish_reason=delta.finish_reason)
 
-    def _text_choice(self, deltas: Sequence[Delta], reason: FinishReason | None) -> TextChoice:
+    def _text_choice(self, deltas: Sequence[Delta], reason: AnswerEnd | None) -> TextChoice:
         index, logprobs = deltas[0].index, None
         if self._has_logprobs:
             shown = _logprobs(deltas)
@@ -170,24 +128,25 @@ class ChatWriter(TextWriter):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _answer(
-        self, kind: AnswerObject, choices: Sequence[Any], usage: Usage | None, prompt_ids: list[int] | None
-    ) -> Answer:
-        return Answer(**self._head, object=kind, choices=choices, usage=usage, prompt_token_ids=prompt_ids)
+    def _answer(self, kind: AnswerObject, choices: Sequence[Any], prompt_ids: list[int] | None) -> Answer:
+        return Answer(**self._head, object=kind, choices=choices, prompt_token_ids=prompt_ids)
 
     def _whole_choice(self, deltas: Sequence[Delta]) -> TextChoice | ChatChoice:
+        text = _text(deltas)
+        calls = [_called(call) for delta in deltas for call in delta.tool_calls]
         return ChatChoice(
             index=deltas[0].index,
-            message=AnswerMessage(content=_text(deltas)),
+            message=AnswerMessage(content=text if text or not calls else None, tool_calls=calls or None),
             finish_reason=deltas[-1].finish_reason,
             logprobs=chat_logprobs(_logprobs(deltas)) if self._has_logprobs else None,
             token_ids=self._ids(deltas),
         )
 
     def _part(self, delta: Delta) -> TextChoice | ChatChunkChoice:
+        calls = [_called(call, index=call.index) for call in delta.tool_calls]
         return ChatChunkChoice(
             index=delta.index,
-            delta=self._message(delta, content=delta.text),
+            delta=self._message(delta, content=delta.text if delta.text or not calls else None, calls=calls),
             finish_reason=None,
             logprobs=chat_logprobs(_logprobs([delta])) if self._has_logprobs else None,
             token_ids=self._ids([delta]),
@@ -198,9 +157,14 @@ class ChatWriter(TextWriter):
             index=delta.index, delta=self._message(delta, content=None), finish_reason=delta.finish_reason
         )
 
-    def _message(self, delta: Delta, *, content: str | None) -> MessageDelta:
+    def _message(self, delta: Delta, *, content: str | None, calls: Sequence[CalledTool] = ()) -> MessageDelta:
         """A choice names its role once."""
-        return MessageDelta(role=None if self._has_begun[delta.index] else "assistant", content=content)
+        role: Literal["assistant"] | None = None if self._has_begun[delta.index] else "assistant"
+        return MessageDelta(role=role, content=content, tool_calls=list(calls) or None)
+
+
+def _called(call: ToolCall, *, index: int | None = None) -> CalledTool:
+    return CalledTool(index=index, id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
 def error_event(refusal: Refusal) -> bytes:
@@ -233,16 +197,20 @@ def _usage(lasts: Sequence[Delta]) -> Usage:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    """JSON-ready. What is None is absent, but `finish_reason` and `logprobs` are null, as OpenAI's."""
+    """JSON-ready. What is None is absent, but for what OpenAI has as null."""
     return _without_empty(answer.model_dump(mode="json"))
 
 
-def _without_empty(value: Any) -> Any:
+def _without_empty(value: Any, *, nulls: frozenset[str] = NULLS) -> Any:
     if isinstance(value, list):
         return [_without_empty(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {k: _without_empty(v) for k, v in value.items() if v is not None or k in ("finish_reason", "logprobs")}
+    return {
+        name: _without_empty(content, nulls=NULLS_OF_MESSAGE if name == "message" else NULLS)
+        for name, content in value.items()
+        if content is not None or name in nulls
+    }
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from dspark.config import build_config
 from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.engine.request import GenerationRequest
+from dspark.engine.step import StepOutput
 from dspark.serving.config import ServeConfig
 from dspark.serving.draft_link import ServeDraftLink
 from dspark.serving.engine_client import Delta
@@ -26,7 +27,9 @@ from dspark.serving.openai_schema import GenerateRequest, Refusal, RequestRefuse
 from dspark.serving.resolve import RequestResolver
 from dspark.serving.schedule_metrics import fleet_families, schedule_families
 from dspark.serving.scheduler_actor import connect_scheduler
+from dspark.serving.speculation_metrics import StepDraft
 from dspark.serving.token_logprobs import TokenTexts
+from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from dspark.serving.vllm_metrics import vllm_families
 
 if TYPE_CHECKING:
@@ -97,6 +100,7 @@ class TargetReplica:
                         index[output.request_id],
                         None if output.logprobs is None else [self._token_texts.show(one) for one in output.logprobs],
                         output.num_cached_tokens,
+                        _draft(output) if request.return_speculation else None,
                     )
                     prompt_ids = None  # they are told once
         except ValueError as error:
@@ -105,6 +109,20 @@ class TargetReplica:
             yield Refusal(504, f"the request took too long: {error}", code="timeout")
         except EngineStopped as error:
             yield Refusal(503, error.message, code="engine_stopped")
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
+        """The ids that a prompt becomes."""
+        try:
+            return self._resolver.tokenize(request)
+        except RequestRefused as refused:
+            return refused.refusal
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer | Refusal:
+        """The text of ids."""
+        try:
+            return self._resolver.detokenize(request)
+        except RequestRefused as refused:
+            return refused.refusal
 
     async def metrics(self) -> "list[Metric]":
         """Metric families, each sample with this replica's id."""
@@ -159,6 +177,15 @@ def _chat(config: ServeConfig, loaded: LoadedEngine) -> ChatConfig:
     if config.chat is not None or loaded.provenance is None:
         return config.chat or ChatConfig()
     return build_config(ChatConfig, loaded.provenance["chat"], source="provenance.json of the drafter")
+
+
+def _draft(output: StepOutput) -> StepDraft | None:
+    """What speculation did in a decode; None for the step that read the prompt."""
+    done = output.round
+    if done is None:
+        return None
+    num_accepted = min(done.num_accepted, done.num_committed)  # an accepted token behind a stop is not output
+    return StepDraft(output.num_drafted, done.num_proposed, num_accepted, done.num_committed)
 
 
 def _replica_id() -> str:

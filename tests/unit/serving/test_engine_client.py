@@ -11,6 +11,7 @@ from dspark.serving.engine_client import Delta, ReplicaClient
 from dspark.serving.metrics import render
 from dspark.serving.openai_schema import CompletionRequest, Refusal
 from dspark.serving.target_replica import TargetReplica
+from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from tiny_serving import MODEL, serve_config
 
 
@@ -51,6 +52,19 @@ def test_a_refusal_is_the_only_item(client: ReplicaClient) -> None:
     (item,) = asyncio.run(run())
     assert isinstance(item, Refusal)
     assert item.status == 400
+
+
+def test_texts_become_tokens_and_back(client: ReplicaClient) -> None:
+    async def run() -> list[Any]:
+        there = await client.tokenize(TokenizeRequest(prompt="hello"))
+        assert isinstance(there, TokenizeAnswer)
+        back = await client.detokenize(DetokenizeRequest(tokens=there.tokens))
+        return [back, await client.detokenize(DetokenizeRequest(tokens=[320]))]
+
+    back, refused = asyncio.run(run())
+    assert back == DetokenizeAnswer(prompt="hello")
+    assert isinstance(refused, Refusal)
+    assert refused.param == "tokens"
 
 
 def test_metrics_and_health_are_asked_for_by_the_same_way(client: ReplicaClient) -> None:

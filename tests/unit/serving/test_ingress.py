@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from dspark.serving.ingress import build_app, read_api_keys
+from dspark.serving.incoming import read_api_keys
+from dspark.serving.ingress import build_app
 from dspark.serving.target_replica import TargetReplica
 from tiny_serving import (
     CHAT,
@@ -237,7 +238,8 @@ def test_a_chats_logprobs_are_those_of_the_plain_target(replica: TargetReplica) 
         (TEXT, completion(n=129), "n"),
         (CHAT, chat(logprobs=5), "logprobs"),
         (CHAT, chat(top_logprobs=5), "top_logprobs"),
-        (CHAT, chat(tools=[{"type": "function"}]), "tools"),
+        (CHAT, chat(tools=[{"type": "function"}]), "tools.0.function"),
+        (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),  # its template knows none
         (CHAT, {**chat(), "messages": []}, "messages"),
         (CHAT, chat(""), "messages.0.content"),
         (CHAT, chat("x" * 2000), "messages"),

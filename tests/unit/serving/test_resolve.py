@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from dspark.chat import ChatConfig
 from dspark.engine.config import EngineConfig
@@ -11,6 +12,7 @@ from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.serving.config import LimitsConfig
 from dspark.serving.openai_schema import ChatRequest, CompletionRequest, RequestRefused
 from dspark.serving.resolve import RequestResolver
+from dspark.serving.tokenization import DetokenizeRequest, TokenizeRequest
 from dspark.targets import TargetConfig
 
 
@@ -51,6 +53,22 @@ def test_a_text_is_tokenised_and_ids_are_taken_as_they_are(loaded: LoadedEngine)
     text = resolver(loaded).resolve("r", text_request("the question"))
     assert list(text.prompt_ids) == loaded.tokenizer("the question")["input_ids"]
     assert resolver(loaded).resolve("r", text_request([7, 8])).prompt_ids == (7, 8)
+
+
+def test_what_a_tokenizer_puts_around_a_text_can_be_left_out(loaded: LoadedEngine) -> None:
+    own = resolver(loaded)
+    own.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    plain = tuple(loaded.tokenizer("hello")["input_ids"])
+    assert own.resolve("r", text_request("hello")).prompt_ids == (1, *plain)
+    assert own.resolve("r", text_request("hello", add_special_tokens=False)).prompt_ids == plain
+    asked = TokenizeRequest(prompt="hello", return_token_strs=True)
+    answer = own.tokenize(asked)
+    assert (answer.tokens, answer.count) == ([1, *plain], 1 + len(plain))
+    assert answer.token_strs == own.tokenizer.convert_ids_to_tokens([1, *plain])
+    assert own.tokenize(TokenizeRequest(prompt="hello", add_special_tokens=False)).tokens == list(plain)
+    assert own.detokenize(DetokenizeRequest(tokens=[1, *plain])).prompt == "<|im_start|>hello"
 
 
 def test_every_declared_stop_token_stops_unless_ignored(loaded: LoadedEngine) -> None:

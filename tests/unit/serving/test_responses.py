@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_usage import PromptTokensDetails
 
 from dspark.serving.engine_client import Delta
-from dspark.serving.openai_schema import ChatRequest, CompletionRequest, Refusal
+from dspark.serving.openai_schema import ChatRequest, CompletionRequest, Refusal, StreamOptions
 from dspark.serving.responses import ChatWriter, TextWriter, error_event
 from dspark.serving.token_logprobs import ShownLogprobs, ShownToken
 
@@ -19,6 +19,8 @@ DELTAS = [
     Delta("", [6, 7], None, 3, 3),  # half a character
     Delta("lo ✓", [8, 9, 2], "stop", 3, 6),
 ]
+
+USAGE_TOLD: dict[str, Any] = {"stream": True, "stream_options": StreamOptions(include_usage=True)}
 
 
 def chat_writer(**fields: Any) -> ChatWriter:
@@ -90,16 +92,16 @@ def test_an_answer_without_text_still_names_the_role() -> None:
 
 
 def test_the_usage_chunk_has_no_choice() -> None:
-    for writer in (chat_writer(), text_writer()):
-        chunk = content(writer.usage(DELTAS[2:]))
+    for writer in (chat_writer(**USAGE_TOLD), text_writer(**USAGE_TOLD)):
+        chunk = content(writer.totals(DELTAS[2:]))
         assert (chunk["choices"], chunk["usage"]["total_tokens"]) == ([], 9)
 
 
 def test_the_usage_tells_what_of_the_prompt_nobody_had_to_read() -> None:
     lasts = [Delta("a", [5], "stop", 40, 1, index=0, num_cached_tokens=16)]
     lasts.append(Delta("b", [6], "stop", 40, 1, index=1, num_cached_tokens=32))  # found what the first one read
-    for writer in (chat_writer(n=2), text_writer(n=2)):
-        for usage in (content(writer.usage(lasts))["usage"], writer.whole(lasts)["usage"]):
+    for writer in (chat_writer(n=2, **USAGE_TOLD), text_writer(n=2, **USAGE_TOLD)):
+        for usage in (content(writer.totals(lasts))["usage"], writer.whole(lasts)["usage"]):
             assert CompletionUsage.model_validate(usage).prompt_tokens_details == PromptTokensDetails(cached_tokens=16)
 
 
@@ -183,7 +185,7 @@ def test_choices_that_come_mixed_are_told_in_order(writer_of: Any) -> None:
 
 
 def test_each_choice_of_a_stream_names_its_role_once_and_has_its_own_offsets() -> None:
-    writer = chat_writer(n=2)
+    writer = chat_writer(n=2, **USAGE_TOLD)
     chunks = [content(writer.chunk(delta))["choices"][0] for delta in MIXED]
     assert [(chunk["index"], chunk["delta"].get("role")) for chunk in chunks] == [
         (1, "assistant"),
@@ -192,7 +194,7 @@ def test_each_choice_of_a_stream_names_its_role_once_and_has_its_own_offsets() -
     ]
     lasts = [content(writer.final(delta))["choices"][0] for delta in MIXED[1:]]
     assert [(last["index"], last["finish_reason"]) for last in lasts] == [(0, "length"), (1, "stop")]
-    assert content(writer.usage(MIXED[1:]))["usage"]["completion_tokens"] == 4
+    assert content(writer.totals(MIXED[1:]))["usage"]["completion_tokens"] == 4
     writer_ = text_writer(n=2, logprobs=0)
     shown = [replace(delta, logprobs=[told(delta.text, -1.0)]) for delta in MIXED]
     offsets = [content(writer_.chunk(delta))["choices"][0]["logprobs"]["text_offset"] for delta in shown]

@@ -13,6 +13,7 @@ from dspark.errors import Mismatch
 from dspark.provenance import read_json, write_json
 from dspark.serving.openai_schema import CompletionRequest, Refusal
 from dspark.serving.target_replica import TargetReplica
+from dspark.serving.tokenization import DetokenizeRequest, TokenizeRequest
 from tiny_drafter import make_tiny_drafter
 from tiny_serving import MODEL, serve_config
 from tiny_target import make_tiny_target
@@ -137,11 +138,14 @@ def test_every_drafter_gives_the_targets_own_answer(started: Any, tiny_target: P
 def test_what_the_drafter_was_trained_with_is_how_prompts_are_made(
     started: Any, tiny_target: Path, tmp_path: Path
 ) -> None:
-    chat = ChatConfig(system_prompt="the number")
-    folder = make_tiny_drafter(tmp_path / "drafter", tiny_target, chat=chat)
-    assert started(tiny_target, drafter=str(folder))._resolver._chat == chat
-    own = {"system_prompt": "another"}
-    assert started(tiny_target, drafter=str(folder), chat=own)._resolver._chat == ChatConfig(**own)
+    def prompt_of(replica: TargetReplica) -> str:
+        asked = TokenizeRequest(messages=[{"role": "user", "content": "hello"}])
+        tokens = asyncio.run(replica.tokenize(asked)).tokens
+        return asyncio.run(replica.detokenize(DetokenizeRequest(tokens=tokens))).prompt
+
+    folder = make_tiny_drafter(tmp_path / "drafter", tiny_target, chat=ChatConfig(system_prompt="the number"))
+    assert "the number" in prompt_of(started(tiny_target, drafter=str(folder)))
+    assert "another" in prompt_of(started(tiny_target, drafter=str(folder), chat={"system_prompt": "another"}))
 
 
 def test_closing_twice_is_closing_once(started: Any, tiny_target: Path) -> None:
