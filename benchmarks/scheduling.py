@@ -76,8 +76,8 @@ def main() -> None:
         supply = DraftSupply(BLOCKS_PER_S * number)
         fleet = partial(fleet_of, rng, number, options.slots)
         few = max(3, options.repeats // 10)
-        found["shares"][number] = timed(few, fleet, lambda reports, s=supply: allocate_shares(reports, s))
-        found["minima"][number] = timed(few, fleet, lambda reports, s=supply: allocate_shares(reports, s, MINIMUM))
+        found["shares"][number] = timed(few, fleet, partial(allocate_shares, supply=supply))
+        found["minima"][number] = timed(few, fleet, partial(allocate_shares, supply=supply, minimum=MINIMUM))
     for name, by_size in found.items():
         for size, figures in by_size.items():
             print(f"{name:<16}{size:>6}  p50 {figures['p50_ms']:9.3f} ms  p99 {figures['p99_ms']:9.3f} ms")

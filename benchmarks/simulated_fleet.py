@@ -6,10 +6,11 @@
         [--minimum 40 --owed 4] [--drift 1.1] [--measured measured.json --policy fleet]
 
 --concurrency lists the requests at once of each replica, --copies repeats the list. Without --curve and --rounds both
-are modelled, of a processor that is flat up to some tens of tokens. --minimum: tokens per second owed to the users of
-the first --owed places of every replica. --measured: JSON with what the same fleet really did, tokens_per_s and
-verify_length; only --policy is run then and the ratios of predicted to measured are printed. --drift is what the real
-steps took over what the curve predicts (dspark_measured_step_seconds_total / dspark_predicted_step_seconds_total).
+are modelled, of a processor that is flat up to some tens of tokens. Copying (engine.lookup) is not simulated.
+--minimum: tokens per second owed to the users of the first --owed places of every replica.
+--measured: JSON with what the same fleet really did, tokens_per_s and verify_length; only --policy is run then and the
+ratios of predicted to measured are printed. --drift is what the real steps took over what the curve predicts
+(dspark_measured_step_seconds_total / dspark_predicted_step_seconds_total).
 The last line of stdout is one JSON object; plots go to OUTPUT.html.
 """
 
@@ -80,6 +81,7 @@ def _setup(options: argparse.Namespace) -> FleetSetup:
         minimum={OWED_TIER: options.minimum} if options.minimum else {},
         supply=shared_drafters(curve, options.draft_replicas),
         num_drafters=max(1, options.draft_replicas),
+        call_s=options.call_ms / 1000,
         drift=options.drift,
         prompt_tokens=options.prompt_tokens,
     )
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[2, 32])
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--draft-replicas", type=int, default=0, help="shared by all; 0: each replica has its own")
+    parser.add_argument("--call-ms", type=float, default=0.0, help="of a call to a shared drafter, on its way")
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--output-tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--drift", type=float, default=1.0)

@@ -144,6 +144,10 @@ class Engine:
         self._requests.check_new(request)
         self._requests.add(self._starter.start(request))
 
+    def open_requests(self) -> list[GenerationRequest]:
+        """All that run or wait, each as another engine would take it over: with its output so far."""
+        return self._requests.as_continued()
+
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; an unknown id is a no-op."""
         if self._requests.release(request_id, is_aborted=True) is not None:

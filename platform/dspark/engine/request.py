@@ -21,7 +21,8 @@ class GenerationRequest:
     choice: tells requests apart that ask for several answers with one seed. verify_length: draft tokens verified per
     step, 0..block_size; None lets the scheduler decide. priority: of smaller ones is served earlier and preempted
     later; among equal ones, first come, first served. continues_prompt: the prompt is raw text that the output's text
-    goes on from, so a first word keeps the space before it.
+    goes on from, so a first word keeps the space before it. output_ids: the beginning of the output, made and shown by
+    an engine that is gone; it is read, and the output goes on behind it as if it had been made here.
     Raises: ValueError for an empty stop string, a seed that no int64 holds.
     """
 
@@ -36,6 +37,7 @@ class GenerationRequest:
     verify_length: int | None = None
     priority: int = 0
     continues_prompt: bool = False
+    output_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
@@ -58,6 +60,10 @@ def check_request(
             f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.max_tokens}) make {length}, over "
             f"the context of {max_context_tokens}; shorten one of them"
         )
+    if len(request.output_ids) >= request.max_tokens:
+        raise ValueError(f"{len(request.output_ids)} tokens are output already; max_tokens is {request.max_tokens}")
+    if not all(0 <= token_id < vocabulary_size for token_id in request.output_ids):
+        raise ValueError(f"output_ids hold an id outside of the vocabulary of {vocabulary_size}")
     forced = request.verify_length
     if forced is not None and not 0 <= forced <= block_size:
         raise ValueError(f"verify_length {forced} is outside of the drafter's block; use 0..{block_size}")

@@ -2,12 +2,15 @@
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dspark.engine.request import GenerationRequest
 from dspark.engine.request_memory import RequestMemory
 from dspark.engine.running import RunningRequest
 from dspark.engine.stats import EngineStats
 from dspark.engine.step import Work, read_prompt
+
+CONTINUED_FIRST = 2**62  # places; more than requests will ever come
 
 
 class RequestScheduler:
@@ -38,8 +41,8 @@ class RequestScheduler:
             raise ValueError(f"request id {name!r} is in use; give each request its own")
 
     def add(self, running: RunningRequest) -> None:
-        """Queue a request."""
-        running.order = self._num_added
+        """Queue a request; one that has output already goes before those that never ran."""
+        running.order = self._num_added - (CONTINUED_FIRST if running.request.output_ids else 0)
         self._num_added += 1
         insort(self.waiting, running, key=_urgency)
 
@@ -104,6 +107,11 @@ class RequestScheduler:
         left = [one for one in self.waiting if one.request.request_id == request_id]
         self.waiting = [one for one in self.waiting if one.request.request_id != request_id]
         return left[0] if left and left[0].is_resumed else None
+
+    def as_continued(self) -> list[GenerationRequest]:
+        """Who runs and who waits, in their order, as requests that begin with the output they have."""
+        everybody = sorted([*self.running.values(), *self.waiting], key=_urgency)
+        return [replace(one.request, output_ids=tuple(one.output_ids)) for one in everybody]
 
     def check(self) -> None:
         """Nothing is lost or held twice; who waits holds nothing."""

@@ -73,8 +73,8 @@ class RunningRequest:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether it is reading again what it had read before it was preempted."""
-        return self.num_preemptions > 0
+        """Whether it reads again what was read before: here until it was preempted, or by an engine that is gone."""
+        return self.num_preemptions > 0 or bool(self.request.output_ids)
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -150,6 +150,8 @@ def new_generator(request: GenerationRequest, device: torch.device) -> torch.Gen
     generator = torch.Generator(device)
     if request.seed is None:
         generator.seed()
+    elif request.output_ids:  # other numbers than those that its output so far was drawn with
+        generator.manual_seed(stream_key(stream_key(request.seed, request.choice), len(request.output_ids)))
     else:
         generator.manual_seed(request.seed + request.choice)
     return generator

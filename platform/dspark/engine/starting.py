@@ -37,6 +37,7 @@ class RequestStarter:
             generator=new_generator(request, self._device),
             estimate=AcceptanceEstimate(self._prior),
             copies=None if self._lookup is None else self._lookup.new_memory(),
+            output_ids=list(request.output_ids),
         )
 
     def _new_text(self, request: GenerationRequest) -> OutputText | None:
@@ -44,4 +45,7 @@ class RequestStarter:
             return None
         before = request.prompt_ids if request.continues_prompt else ()
         detokenizer = Detokenizer(self._tokenizer, before, kinds=self._token_kinds)
-        return OutputText(detokenizer, request.stop_strings, num_unsearched=request.sampling.min_tokens)
+        text = OutputText(detokenizer, request.stop_strings, num_unsearched=request.sampling.min_tokens)
+        text.extend(request.output_ids)
+        text.take()  # shown when those were output: what is out depends on the ids alone, not on the steps they came in
+        return text

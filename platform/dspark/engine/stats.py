@@ -14,7 +14,8 @@ class EngineStats:
     scheduled_tokens: draft tokens given to verification; drafted_tokens: draft tokens that were proposed for it to
     choose from. copies: of the rounds, those of copied tokens. prefix_cache_queries, prefix_cache_hits: prompt tokens
     of started requests, and those of them found in pages; prompt_tokens are those that were read. preemptions: times
-    that a running request had to give its pages back; reread_tokens: what was read to go on after them.
+    that a running request had to give its pages back; reread_tokens: what was read to go on after them,
+    or behind what another engine had output.
     requests_beyond_drafter: that went on, or began, without speculation, longer than the drafter's context.
     schedule: what the scheduler expected beside what came.
     """

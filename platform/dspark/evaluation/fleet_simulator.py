@@ -43,8 +43,9 @@ class FleetSetup:
 
     rates: requests per second at each replica, arriving at random; None keeps every place taken. tiers: of a replica's
     places, its tier; None: all 0. minimum: tokens per second that users of a tier are owed. supply: drafters that all
-    share, requests queueing for them; None: each replica has its own. drift: measured over predicted seconds of a step.
-    prompt_tokens: read before a request decodes; max_batch_tokens: of a step. tick_s: between two rounds of shares.
+    share, requests queueing for them; None: each replica has its own. call_s: what a call takes on its way there and
+    back. drift: measured over predicted seconds of a step. prompt_tokens: read before a request decodes;
+    max_batch_tokens: of a step. tick_s: between two rounds of shares. max_draft_load, speed_headroom: as `FleetConfig`.
     """
 
     curve: CostCurve
@@ -54,6 +55,7 @@ class FleetSetup:
     minimum: Mapping[int, float] = field(default_factory=dict)
     supply: DraftSupply | None = None
     num_drafters: int = 1
+    call_s: float = 0.0
     drift: float = 1.0
     prompt_tokens: int = 0
     max_batch_tokens: int = 512
@@ -199,7 +201,7 @@ class FleetSimulator:
         """Seconds spent waiting for shared drafters, which replicas remember."""
         if self._drafters is None:
             return np.zeros(len(rows))
-        wait_s = self._drafters.wait(self._clock[rows], num_drafted)
+        wait_s = self._drafters.wait(self._clock[rows], num_drafted) + self.setup.call_s
         called = rows[num_drafted > 0]
         self._wait_s[called] += MEASURED_WEIGHT * (wait_s[num_drafted > 0] - self._wait_s[called])
         idle = rows[num_drafted == 0]  # what was long ago is forgotten, as an engine forgets by probing

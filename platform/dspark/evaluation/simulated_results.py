@@ -78,7 +78,7 @@ class Windows:
         lengths: Indices,
         drafted: NDArray[np.bool_],
     ) -> None:
-        """Count steps of some replicas, each in the window it ends in, without those outside of the counted time."""
+        """Count a step each of some replicas, in the window it ends in, without those outside of the counted time."""
         window = np.floor(ends - self._start_s).astype(np.int64)
         is_counted = (ends >= self._start_s) & (ends < self._start_s + self._seconds)
         rows, window, step_s = rows[is_counted], window[is_counted], step_s[is_counted]
@@ -90,11 +90,12 @@ class Windows:
         rows, window = rows[is_whole], window[is_whole]
         for g, tier in enumerate(self._tiers):
             own = decoding[is_whole] & (self._tier[rows] == tier)
-            np.add.at(self._window_tokens, (rows, window, g), (tokens[is_whole] * own).sum(axis=1))
-            np.add.at(self._window_user_s, (rows, window, g), (own * step_s[is_whole][:, None]).sum(axis=1))
+            self._window_tokens[rows, window, g] += (tokens[is_whole] * own).sum(axis=1)
+            self._window_user_s[rows, window, g] += (own * step_s[is_whole][:, None]).sum(axis=1)
 
     def result(self, policy: str) -> FleetResult:
         """All of it."""
         speed = np.full(self._window_tokens.shape, np.nan)
         np.divide(self._window_tokens, self._window_user_s, out=speed, where=self._window_user_s > 0)
-        return FleetResult(policy, self._seconds, self._tiers, *self._sums, speed)
+        tokens, decodes, verified, drafted, user_s = self._sums
+        return FleetResult(policy, self._seconds, self._tiers, tokens, decodes, verified, drafted, user_s, speed)

@@ -43,12 +43,12 @@ class RoundPool:
 
     @cached_property
     def mean_confidence(self) -> Floats:
-        return self.confidence.mean(axis=0)
+        return np.asarray(self.confidence.mean(axis=0))
 
     @cached_property
     def mean_survival(self) -> Floats:
         """What nothing is known about starts from."""
-        return np.cumprod(self.mean_confidence)
+        return np.asarray(np.cumprod(self.mean_confidence), dtype=np.float64)
 
     def drafts(self, rounds: Indices, offsets: Indices) -> tuple[Floats, Indices]:
         """Survival [..., K] of what is drafted `offsets` tokens into rounds, and how much of it would stand, [...].
@@ -59,14 +59,16 @@ class RoundPool:
         is_known = places < self.block_size
         own = np.take_along_axis(self.confidence[rounds], np.minimum(places, self.block_size - 1), axis=-1)
         confidence = np.where(is_known, own, self.mean_confidence)
-        return np.cumprod(confidence, axis=-1), np.maximum(self.accepted[rounds] - offsets, 0)
+        survival: Floats = np.asarray(np.cumprod(confidence, axis=-1), dtype=np.float64)
+        return survival, np.asarray(np.maximum(self.accepted[rounds] - offsets, 0))
 
     def advance(self, answers: Indices, rounds: Indices, offsets: Indices, tokens: Indices) -> tuple[Indices, Indices]:
         """Round and offset once so many tokens more are there; an answer's last round is followed by its first."""
         offsets = offsets + tokens
         is_through = offsets > self.accepted[rounds]
         within = (rounds - self.first[answers] + 1) % self.number[answers]
-        return np.where(is_through, self.first[answers] + within, rounds), np.where(is_through, 0, offsets)
+        rounds = np.where(is_through, self.first[answers] + within, rounds)
+        return rounds, np.where(is_through, 0, offsets)
 
 
 def recorded_rounds(

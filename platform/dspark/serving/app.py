@@ -11,15 +11,16 @@ from ray.serve.handle import DeploymentHandle
 
 from dspark.config import build_config
 from dspark.engine.loading import WITHOUT_FOLDER
-from dspark.serving.config import DraftReplicasConfig, ServeConfig
+from dspark.serving.config import DraftReplicasConfig, RoutingConfig, ServeConfig
 from dspark.serving.draft_replica import DraftReplica
-from dspark.serving.engine_client import ReplicaClient
 from dspark.serving.ingress import build_app
+from dspark.serving.replica_client import ReplicaClient
 from dspark.serving.target_replica import TargetReplica
 from dspark.storage import absolute
 
 BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 MAX_DRAFT_MESSAGES = 1000  # at once to a draft replica: two per target replica, so never the limit
+INGRESS_REQUESTS = 1000  # at once in one process of the API
 
 
 class Ingress:
@@ -30,7 +31,14 @@ class Ingress:
         self._replica = replica
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Serve's name for it
-        return build_app(ReplicaClient(self._replica), self._config, is_behind_proxy=True)
+        config = self._config
+        replicas = ReplicaClient(
+            self._replica,
+            config.failover,
+            timeout_s=config.limits.request_timeout_s,
+            scales_to_zero=config.scaling.to_zero,
+        )
+        return build_app(replicas, config, is_behind_proxy=True)
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -39,8 +47,22 @@ def build(args: dict[str, Any]) -> Application:
     config = _with_absolute_paths(config)
     drafts = None if config.draft_replicas is None else draft_deployment(config.draft_replicas).bind(config)
     replica = target_deployment(config).bind(config, drafts)
-    ingress = serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})(serve.ingress()(Ingress))
+    ingress = serve.deployment(
+        max_ongoing_requests=INGRESS_REQUESTS,
+        max_queued_requests=INGRESS_REQUESTS,  # what is over that gets a 503 from Serve's proxy, in place of waiting
+        backpressure_config={"status_code": 503, "retry_after_s": 1},
+        ray_actor_options={"num_cpus": 0},
+    )(serve.ingress()(Ingress))
     return ingress.bind(config, replica)
+
+
+def _router(config: RoutingConfig) -> RequestRouterConfig:
+    fields = {
+        "request_router_class": "dspark.serving.request_router:TargetRouter",
+        "request_router_kwargs": config.model_dump(),
+        "request_routing_stats_period_s": config.stats_period_s,
+    }
+    return RequestRouterConfig.model_validate(fields)
 
 
 def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
@@ -55,6 +77,8 @@ def target_deployment(config: ServeConfig) -> Deployment:
     """Target replicas, each with an engine of its own."""
     return serve.deployment(
         max_ongoing_requests=config.limits.max_concurrent_requests + 16,  # so that the replica itself refuses the rest
+        max_queued_requests=config.limits.max_concurrent_requests,
+        request_router_config=_router(config.routing),
         ray_actor_options=_resources(1, config.gpus_per_replica, config.threads),
     )(TargetReplica)
 

@@ -18,6 +18,9 @@ class LimitsConfig(Config):
 
     max_concurrent_requests: int = Field(256, ge=1)
     """Requests of one replica, running or waiting; the next one gets status 429."""
+    max_wait_s: float | None = Field(None, gt=0)
+    """Seconds that a new request may be expected to wait before it runs, at the pace of lately; more gets status 429.
+    None lets it wait, as long as `max_concurrent_requests` allows it."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Tokens of a prompt; None leaves it to the target's context."""
     max_output_tokens: int = Field(1024, ge=1)
@@ -75,6 +78,50 @@ class DraftReplicasConfig(Config):
     """How target replicas ask it."""
 
 
+class FailoverConfig(Config):
+    """What becomes of an answer whose replica dies in its midst."""
+
+    max_continuations: int = Field(2, ge=0)
+    """Times that an answer is continued by another replica, behind the tokens that it has. Then, or with 0, it ends
+    with an error: a request that is itself what kills replicas must not kill them all."""
+    wait_s: float = Field(60.0, gt=0)
+    """Seconds that an answer waits for its next token from there, while replicas are busy or not yet there again."""
+
+
+class RoutingConfig(Config):
+    """Which replica a request goes to; see request_router.py."""
+
+    prefix_affinity: bool = True
+    """Prefer the replica that read the prompt's beginning lately: it is in its prefix cache."""
+    piece_characters: int = Field(256, ge=1)
+    """Beginnings are compared in steps of so many characters; shorter prompts have none."""
+    most_prefixes: int = Field(20_000, ge=0)
+    """Beginnings that are remembered, by each process that sends requests."""
+    most_imbalance: float = Field(1.5, ge=1)
+    """How many times as dear as at the cheapest replica a token may be where the prompt's beginning is known."""
+    stats_period_s: float = Field(1.0, gt=0)
+    """Seconds between two looks of Serve's controller at what a replica says of its costs."""
+
+
+class ScalingConfig(Config):
+    """What replicas say of themselves to an autoscaling policy, and what it means that there is none."""
+
+    min_tokens_per_s: float | None = Field(None, gt=0)
+    """Tokens per second that each request should get: a replica's capacity is the number of requests for which it can
+    do that. None counts as many as it can run at once."""
+    to_zero: bool = False
+    """Set where `autoscaling_config` has `min_replicas: 0`: having no replica is healthy then, and none is started to
+    answer /health."""
+
+
+class HotConfig(Config):
+    """`user_config` of TargetReplica: what may change while replicas run. Without it, `args` count."""
+
+    drafter: str | None = None
+    """As `args.drafter`; a folder by its absolute path. Whoever runs goes on with it; one that was not trained for the
+    target is refused. For a moment there is KV memory for both."""
+
+
 class ServeConfig(Config):
     """The `args` of an application whose import path is `dspark.serving.app:build`."""
 
@@ -95,6 +142,9 @@ class ServeConfig(Config):
     fleet: FleetConfig = FleetConfig()
     draft_replicas: DraftReplicasConfig | None = None
     """Run the drafter in replicas of its own; None runs it beside each target replica."""
+    failover: FailoverConfig = FailoverConfig()
+    routing: RoutingConfig = RoutingConfig()
+    scaling: ScalingConfig = ScalingConfig()
     threads: int = Field(2, ge=1)
     """CPU threads of a replica's tensor operations; replicas times threads should not pass a machine's cores."""
     gpus_per_replica: float | None = Field(None, ge=0)

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from dspark.config import Config
-from dspark.serving.config import ServeConfig
+from dspark.serving.config import HotConfig, ServeConfig
 
 
 class HttpOptions(Config):
@@ -26,17 +26,73 @@ class LoggingOptions(Config):
     enable_access_log: bool = True
 
 
+class BackpressureOptions(Config):
+    """What Serve's proxy answers when too much is queued."""
+
+    status_code: Literal[429, 503] = 503
+    retry_after_s: float = Field(1.0, gt=0)
+
+
+class HeadroomOptions(Config):
+    """Of `dspark.serving.autoscaling:HeadroomPolicy`."""
+
+    target_utilisation: float = Field(0.7, gt=0, le=1)
+    """Share of what the replicas can carry that should be used."""
+
+
+class PolicyOptions(Config):
+    """Which policy decides how many replicas there are."""
+
+    policy_function: Literal["dspark.serving.autoscaling:HeadroomPolicy"]
+    policy_kwargs: HeadroomOptions = HeadroomOptions()
+
+
+class AutoscalingOptions(Config):
+    """Between how many replicas, decided how, and after how long."""
+
+    min_replicas: int = Field(1, ge=0)
+    initial_replicas: int | None = Field(None, ge=0)
+    max_replicas: int = Field(ge=1)
+    look_back_period_s: float = Field(30.0, gt=0)
+    """Seconds over which requests and capacities are averaged."""
+    upscale_delay_s: float = Field(30.0, ge=0)
+    """Seconds for which more replicas must be wanted; the first one starts at once."""
+    downscale_delay_s: float = Field(600.0, ge=0)
+    downscale_to_zero_delay_s: float | None = Field(None, ge=0)
+    """Of the last one; None takes `downscale_delay_s`."""
+    policy: PolicyOptions
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas {self.min_replicas} is over max_replicas {self.max_replicas}; lower it")
+        return self
+
+
 class DeploymentOptions(Config):
     """How many replicas, how much each takes at once, how it is watched and ended."""
 
     name: Literal["Ingress", "TargetReplica", "DraftReplica"]
     num_replicas: int = Field(1, ge=1)
+    autoscaling_config: AutoscalingOptions | None = None
+    """In the place of `num_replicas`."""
     max_ongoing_requests: int = Field(ge=1)
     max_queued_requests: int = Field(-1, ge=-1)
+    backpressure_config: BackpressureOptions | None = None
+    user_config: HotConfig | None = None
+    """Applied to running replicas when it is changed and deployed again."""
     graceful_shutdown_wait_loop_s: float = Field(2.0, gt=0)
     graceful_shutdown_timeout_s: float = Field(ge=120.0)
     health_check_period_s: float = Field(10.0, gt=0)
     health_check_timeout_s: float = Field(30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.autoscaling_config is not None and "num_replicas" in self.model_fields_set:
+            raise ValueError(f"{self.name}: num_replicas and autoscaling_config exclude each other; leave one out")
+        if self.user_config is not None and self.name != "TargetReplica":
+            raise ValueError(f"{self.name}: user_config has no effect; it is for TargetReplica")
+        return self
 
 
 class ApplicationOptions(Config):
@@ -64,6 +120,16 @@ class ApplicationOptions(Config):
         is_deployed = any(deployment.name == "DraftReplica" for deployment in self.deployments)
         if is_deployed and self.args.draft_replicas is None:
             raise ValueError("DraftReplica is among the deployments, but args.draft_replicas is not set; add it: {}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_scaling_to_zero(self) -> Self:
+        scaled = [one.autoscaling_config for one in self.deployments if one.autoscaling_config is not None]
+        if any(one.min_replicas == 0 for one in scaled) != self.args.scaling.to_zero:
+            raise ValueError(
+                f"args.scaling.to_zero is {self.args.scaling.to_zero}; set it exactly where an autoscaling_config has "
+                "min_replicas 0: /health would start a replica, or call none at all healthy"
+            )
         return self
 
 

@@ -1,13 +1,8 @@
-"""What the API and a target replica say to each other, and the way there through Ray Serve."""
+"""What the API and a target replica say to each other."""
 
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dspark.engine.request import FinishReason
 from dspark.serving.openai_schema import GenerateRequest, Refusal
@@ -18,8 +13,7 @@ from dspark.serving.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
-
-log = logging.getLogger("dspark")
+ENGINE_STOPPED = "engine_stopped"  # code of a refusal: this replica's engine has ended, another one may go on
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
 
@@ -47,6 +41,14 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What a replica is told beside a request that another one began: the ids output so far of each choice that has not
+    ended. Others are not made again."""
+
+    output_ids: Mapping[int, tuple[int, ...]]
+
+
 class EngineClient(Protocol):
     """The engine as the API sees it: one in this process, or replicas behind a Serve handle."""
 
@@ -72,54 +74,3 @@ class EngineClient(Protocol):
     async def check_health(self) -> None:
         """Raises: whatever keeps the engine from answering."""
         ...
-
-
-class ReplicaClient:
-    """Replicas behind a Serve handle."""
-
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
-        self._generate: DeploymentHandle[Any] = handle.options(method_name="generate", stream=True)
-
-    async def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
-        response = self._generate.remote(request_id, request)
-        assert isinstance(response, DeploymentResponseGenerator)
-        ended, num_open = False, request.n
-        try:
-            async for item in response:
-                num_open -= isinstance(item, Refusal) or item.finish_reason is not None
-                ended = isinstance(item, Refusal) or num_open == 0
-                yield item
-            ended = True
-        except BackPressureError:
-            yield Refusal(429, "too many requests are waiting; try again later", code="rate_limit_exceeded")
-        except RayError:
-            log.exception("request %s: the replica failed", request_id)
-            yield Refusal(503, "the replica that worked on this request failed; try again", code="replica_failed")
-        finally:
-            if not ended:
-                response.cancel()
-
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
-        return await _answered(self._handle.tokenize.remote(request))
-
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer | Refusal:
-        return await _answered(self._handle.detokenize.remote(request))
-
-    async def metrics(self) -> "Sequence[Metric]":
-        per_replica = await self._handle.broadcast("metrics").results_async(return_exceptions=True)
-        return [family for families in per_replica if not isinstance(families, Exception) for family in families]
-
-    async def check_health(self) -> None:
-        await self._handle.check_health.remote()
-
-
-async def _answered(response: Awaitable[Any]) -> Any:
-    """What a replica answers, or why it does not."""
-    try:
-        return await response
-    except BackPressureError:
-        return Refusal(429, "too many requests are waiting; try again later", code="rate_limit_exceeded")
-    except RayError:
-        log.exception("a replica failed")
-        return Refusal(503, "the replica that worked on this request failed; try again", code="replica_failed")

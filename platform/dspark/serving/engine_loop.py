@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
 from dspark.engine.engine import Engine
 from dspark.engine.request import FinishReason, GenerationRequest
@@ -55,20 +56,38 @@ class _Abort:
     receiver: _Receiver
 
 
+@dataclass(frozen=True)
+class _Replace:
+    make: Callable[[], Engine]
+    done: "Future[None]" = field(default_factory=Future)
+
+
+_Command = _Add | _Abort | _Replace
+
+
 class EngineLoop:
     """Owns the thread that steps the engine. `generate` is for one event loop, the rest for any thread.
 
     share: asked before every step for the bounds on what it drafts and verifies; it must not wait for anything.
+    on_failure: called in the engine's thread when the engine has failed and every request has been told.
     """
 
-    def __init__(self, engine: Engine, metrics: ReplicaMetrics, *, share: Callable[[], Share] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: ReplicaMetrics,
+        *,
+        share: Callable[[], Share] | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
         self.engine = engine
         engine.meanwhile = self._take_new
         self.num_open = 0
         self._metrics = metrics
         self._share = share
-        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
-        self._held: deque[_Abort | None] = deque()  # taken out in the midst of a step, and not for then
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._held: deque[_Abort | _Replace | None] = deque()  # taken out in the midst of a step, and not for then
         self._receivers: dict[str, _Receiver] = {}  # the engine thread's own
         self._ended: EngineStopped | None = None
         self._sending = threading.Lock()
@@ -120,6 +139,17 @@ class EngineLoop:
             with contextlib.suppress(EngineStopped):
                 self._send(*(_Abort(name, receiver) for name in unended))
 
+    async def replace_engine(self, make: Callable[[], Engine]) -> None:
+        """Go on with the engine that `make` returns, called in the engine's thread between two steps. Open requests go
+        on there, behind what they have.
+
+        Raises: whatever `make` raises, and ValueError when the other engine cannot run an open request; then all stays
+        as it was. EngineStopped.
+        """
+        command = _Replace(make)
+        self._send(command)
+        await asyncio.wrap_future(command.done)
+
     async def _outputs(self, receiver: _Receiver, *, num_open: int) -> AsyncGenerator[StepOutput, None]:
         started = time.monotonic()
         newest: dict[str, float] = {}
@@ -135,14 +165,14 @@ class EngineLoop:
             num_open -= item.finish_reason is not None
             yield item
 
-    def _send(self, *commands: _Add | _Abort) -> None:
+    def _send(self, *commands: _Command) -> None:
         with self._sending:  # what is sent is either applied or refused here: none stays behind in the inbox
             self.check()
             for command in commands:
                 self._inbox.put(command)
 
     def _run(self) -> None:
-        reason = EngineStopped("the engine was stopped")
+        reason, is_failed = EngineStopped("the engine was stopped"), False
         try:
             while self._apply_inbox():
                 if self._share is not None:
@@ -151,12 +181,14 @@ class EngineLoop:
                     self._deliver(output)
         except Exception as error:
             log.exception("the engine failed; its %d requests end", len(self._receivers))
-            reason = EngineStopped(f"the engine failed: {type(error).__name__}")
+            reason, is_failed = EngineStopped(f"the engine failed: {type(error).__name__}"), True
         with self._sending:
             self._ended = reason
         left = [*self._receivers.values(), *(add.receiver for add in self._drain())]
         for receiver in left:
             receiver.put(reason)
+        if is_failed and self._on_failure is not None:
+            self._on_failure()
 
     def _apply_inbox(self) -> bool:
         """Apply what was sent; without work, wait for more. False when told to stop."""
@@ -181,7 +213,10 @@ class EngineLoop:
             else:
                 self._held.append(command)
 
-    def _apply(self, command: _Add | _Abort) -> None:
+    def _apply(self, command: _Command) -> None:
+        if isinstance(command, _Replace):
+            self._replace(command)
+            return
         if isinstance(command, _Abort):
             if self._receivers.get(command.request_id) is command.receiver:  # else it ended, or was refused for its id
                 del self._receivers[command.request_id]
@@ -194,13 +229,29 @@ class EngineLoop:
         else:
             self._receivers[command.request.request_id] = command.receiver
 
+    def _replace(self, command: _Replace) -> None:
+        try:
+            engine = command.make()
+            for request in self.engine.open_requests():
+                engine.add(at_most(request, block_size=engine.block_size))
+        except Exception as error:  # what is loaded may fail in any way; the engine that runs must not notice
+            command.done.set_exception(error)
+            return
+        engine.meanwhile = self._take_new
+        self.engine = engine
+        command.done.set_result(None)
+
     def _drain(self) -> list[_Add]:
         """Requests that were sent before the end was known, and never reached the engine."""
         added = []
+        left: list[_Command | None] = list(self._held)
         while not self._inbox.empty():
-            command = self._inbox.get()
+            left.append(self._inbox.get())
+        for command in left:
             if isinstance(command, _Add):
                 added.append(command)
+            elif isinstance(command, _Replace):
+                command.done.set_exception(EngineStopped("the engine was stopped"))
         return added
 
     def _deliver(self, output: StepOutput) -> None:
@@ -208,3 +259,10 @@ class EngineLoop:
         if output.finish_reason is not None:
             del self._receivers[output.request_id]
         receiver.put(output)
+
+
+def at_most(request: GenerationRequest, *, block_size: int) -> GenerationRequest:
+    """The request with no longer a forced verify length than an engine of that block size takes."""
+    if request.verify_length is None:
+        return request
+    return replace(request, verify_length=min(request.verify_length, block_size))

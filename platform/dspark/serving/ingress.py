@@ -27,6 +27,7 @@ from dspark.serving.small_endpoints import SmallEndpoints
 
 HEALTH_TIMEOUT_S = 0.8
 METRICS_TIMEOUT_S = 5.0
+BUSY_STATUSES = (429, 503)
 CLIENT_GONE = 499  # nobody reads it; it stands in access logs
 INTERNAL = Refusal(500, "internal error; the server's log has the details", code="internal_error")
 

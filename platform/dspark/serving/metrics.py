@@ -73,7 +73,7 @@ def engine_families(engine: Engine) -> list[Metric]:
         "prefix_cache_queries": ("Prompt tokens looked for in the prefix cache.", stats.prefix_cache_queries),
         "prefix_cache_hits": ("Prompt tokens found there, which were not read again.", stats.prefix_cache_hits),
         "num_preemptions": ("Times a running request gave its pages back and waited again.", stats.preemptions),
-        "reread_tokens": ("Tokens that preempted requests read to go on.", stats.reread_tokens),
+        "reread_tokens": ("Tokens that preempted and continued requests read to go on.", stats.reread_tokens),
         "requests_beyond_drafter": (
             "Requests that went on without speculation: longer than the drafter's context.",
             stats.requests_beyond_drafter,
@@ -127,9 +127,11 @@ def draft_link_families(stats: RemoteDraftStats) -> list[Metric]:
     return [up, *(counter(name, text, value) for name, (text, value) in counters.items())]
 
 
-def counter(name: str, text: str, value: float) -> Metric:
+def counter(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
     """A counter of one value; `dspark_` and `_total` are added to its name."""
-    return CounterMetricFamily(f"dspark_{name}", text, value=value)
+    family = CounterMetricFamily(f"dspark_{name}", text, labels=list(labels or {}))
+    family.add_metric(list((labels or {}).values()), value)
+    return family
 
 
 def gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:

@@ -24,7 +24,7 @@ R = TypeVar("R", bound="Request")
 class Refusal:
     """Why a request is not, or no longer, served: an HTTP status and the fields of OpenAI's error object.
 
-    retry_after_s: when to come back; None says nothing better than a second, and nothing but for status 429 and 503.
+    retry_after_s: seconds after which to try again, where the status says that it may help; None: one.
     """
 
     status: int

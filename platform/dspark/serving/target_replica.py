@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,17 +14,21 @@ from ray.serve.handle import DeploymentHandle
 
 from dspark.chat import ChatConfig
 from dspark.config import build_config
+from dspark.engine.engine import Engine
 from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.engine.request import GenerationRequest
 from dspark.engine.step import StepOutput
-from dspark.serving.config import ServeConfig
+from dspark.errors import DsparkError, one_line
+from dspark.serving.admission import Admission
+from dspark.serving.config import HotConfig, ServeConfig
 from dspark.serving.draft_link import ServeDraftLink
-from dspark.serving.engine_client import Delta
+from dspark.serving.engine_client import ENGINE_STOPPED, Continuation, Delta
 from dspark.serving.engine_loop import EngineLoop, EngineStopped
 from dspark.serving.fleet_link import FleetLink, LoadMeter
-from dspark.serving.metrics import ReplicaMetrics, draft_link_families, engine_families, gauge, with_label
+from dspark.serving.metrics import ReplicaMetrics, counter, draft_link_families, engine_families, gauge, with_label
 from dspark.serving.openai_schema import GenerateRequest, Refusal, RequestRefused
+from dspark.serving.replica_load import CAPACITY, ReplicaLoad
 from dspark.serving.resolve import RequestResolver
 from dspark.serving.schedule_metrics import fleet_families, schedule_families
 from dspark.serving.scheduler_actor import connect_scheduler
@@ -31,9 +36,12 @@ from dspark.serving.speculation_metrics import StepDraft
 from dspark.serving.token_logprobs import TokenTexts
 from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from dspark.serving.vllm_metrics import vllm_families
+from dspark.speculation.fleet import ReplicaReport
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
+
+LOCAL = "local"  # id of a replica without Serve
 
 log = logging.getLogger("dspark")
 
@@ -51,35 +59,36 @@ class TargetReplica:
         self._remote = None
         if self._draft_link is not None and config.draft_replicas is not None:
             self._remote = RemoteDrafts(self._draft_link, self.id, config.draft_replicas.link)
-        self.loaded = load_engine(
-            config.target,
-            config.drafter,
-            config=config.engine,
-            num_threads=config.threads,
-            length_without_curve=config.verify_length_without_curve,
-            is_missing_drafter_ok=True,
-            profiles=config.profile_without_curve,
-            remote=self._remote,
-        )
-        engine = self.loaded.engine
+        self._config = config
         self._limits = config.limits
-        self._model_name = config.model_name
-        self._resolver = RequestResolver(self.loaded, _chat(config, self.loaded), config.limits)
-        self._token_texts = TokenTexts(self._resolver.tokenizer)
+        self._admission = Admission(config.limits)
+        self._swaps = {"done": 0, "refused": 0}
+        self._drafter = config.drafter
+        self._use(self._load_engine(config.drafter, None))
+        engine = self.loaded.engine
         self._metrics = ReplicaMetrics()
         self._fleet = None
         if config.fleet.enabled and ray.is_initialized():
-            meter = LoadMeter(engine, self.id)
-            self._fleet = FleetLink(config.fleet, report=meter.report, connect=connect_scheduler)
+            self._fleet = FleetLink(config.fleet, report=self._report, connect=connect_scheduler)
             self._fleet.start()
-        self._loop = EngineLoop(engine, self._metrics, share=self._fleet.share if self._fleet else None)
+        self._loop = EngineLoop(
+            engine,
+            self._metrics,
+            share=self._fleet.share if self._fleet else None,
+            on_failure=None if self.id == LOCAL else _end_process,
+        )
         self._loop.start()
         log.info("replica %s serves %s, drafter %s", self.id, config.target.name, engine.drafter_kind)
 
-    async def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
-        """The answer step by step; a refusal comes first, or last where something broke. Closing it frees all."""
+    async def generate(
+        self, request_id: str, request: GenerateRequest, continuation: Continuation | None = None
+    ) -> AsyncGenerator[Delta | Refusal, None]:
+        """The answer step by step, or the rest of one; a refusal comes first, or last where something broke.
+
+        Closing it frees all.
+        """
         try:
-            resolved = self._admit(request_id, request)
+            resolved = self._admit(request_id, request, continuation)
         except RequestRefused as refused:
             self._metrics.count_refusal(refused.refusal.status)
             yield refused.refusal
@@ -108,7 +117,9 @@ class TargetReplica:
         except TimeoutError as error:
             yield Refusal(504, f"the request took too long: {error}", code="timeout")
         except EngineStopped as error:
-            yield Refusal(503, error.message, code="engine_stopped")
+            yield Refusal(503, error.message, code=ENGINE_STOPPED)
+        finally:
+            self._admission.ended(len(resolved))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
         """The ids that a prompt becomes."""
@@ -127,7 +138,45 @@ class TargetReplica:
     async def metrics(self) -> "list[Metric]":
         """Metric families, each sample with this replica's id."""
         families = [*self._metrics.families(), *engine_families(self.loaded.engine), *self._state_families()]
-        return with_label([*families, *vllm_families(families, self._model_name)], "replica", self.id)
+        return with_label([*families, *vllm_families(families, self._config.model_name)], "replica", self.id)
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """What Serve tells the request router of this replica."""
+        return self._load.routing_stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve tells the autoscaling policy of this replica."""
+        return {CAPACITY: self._load.capacity(self._config.scaling.min_tokens_per_s)}
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's name for a change of the deployment file's `user_config`, a HotConfig, while the replica runs.
+
+        Streams pause until another drafter is loaded, and go on with it. One that does not fit is refused: the log and
+        /metrics say so, and all goes on with the one before.
+        """
+        drafter = build_config(HotConfig, user_config, source="user_config").drafter
+        if drafter == self._drafter:
+            return
+        if self._remote is not None:
+            self._swaps["refused"] += 1
+            log.error("drafter %s is refused: draft replicas have their own; deploy them anew with it", drafter)
+            return
+        made: list[LoadedEngine] = []
+
+        def make() -> Engine:
+            made.append(self._load_engine(drafter, self.loaded))
+            return made[0].engine
+
+        try:
+            await self._loop.replace_engine(make)
+        except (DsparkError, ValueError, OSError, RuntimeError) as error:  # no memory is a RuntimeError
+            self._swaps["refused"] += 1
+            log.error("drafter %s is refused, %s goes on: %s", drafter, self._drafter, one_line(error))
+            return
+        self._swaps["done"] += 1
+        self._drafter = drafter
+        self._use(made[0])
+        log.info("replica %s goes on with drafter %s", self.id, self.loaded.engine.drafter_kind)
 
     async def check_health(self) -> None:
         """Raises: EngineStopped when the engine no longer runs; Serve then replaces the replica."""
@@ -145,16 +194,49 @@ class TargetReplica:
         if hasattr(self, "_loop"):
             self.close()
 
-    def _admit(self, request_id: str, request: GenerateRequest) -> list[GenerationRequest]:
-        """An engine request per choice: they differ in their noise alone."""
+    def _load_engine(self, drafter: str | None, shared: LoadedEngine | None) -> LoadedEngine:
+        config = self._config
+        return load_engine(
+            config.target,
+            drafter,
+            config=config.engine,
+            num_threads=config.threads,
+            length_without_curve=config.verify_length_without_curve,
+            is_missing_drafter_ok=shared is None,
+            profiles=config.profile_without_curve,
+            shared=shared,
+            remote=self._remote,
+        )
+
+    def _use(self, loaded: LoadedEngine) -> None:
+        """What hangs on the engine."""
+        self.loaded = loaded
+        self._load = ReplicaLoad(loaded.engine, loaded.engine.policy.curve)
+        self._meter = LoadMeter(loaded.engine, self.id)
+        self._resolver = RequestResolver(loaded, _chat(self._config, loaded), self._limits)
+        self._token_texts = TokenTexts(self._resolver.tokenizer)
+
+    def _report(self, sequence: int) -> ReplicaReport:
+        return self._meter.report(sequence)
+
+    def _admit(
+        self, request_id: str, request: GenerateRequest, continuation: Continuation | None
+    ) -> list[GenerationRequest]:
+        """An engine request per choice that has not ended: they differ in their noise, and in what they have so far."""
         most = self._limits.max_concurrent_requests
         if request.n > most:
             raise RequestRefused.of(f"n is {request.n}; this server allows {most}", param="n")
-        if self._loop.num_open + request.n > most:
-            message = f"{most} requests are running or waiting; try again later"
-            raise RequestRefused.of(message, code="rate_limit_exceeded", status=429)
+        output_ids = dict.fromkeys(range(request.n), ()) if continuation is None else continuation.output_ids
+        refusal = self._admission.refusal(
+            num_new=len(output_ids), num_open=self._loop.num_open, num_waiting=self.loaded.engine.num_waiting
+        )
+        if refusal is not None:
+            raise RequestRefused(refusal)
         resolved = self._resolver.resolve(request_id, request)
-        return [replace(resolved, request_id=f"{request_id}-{choice}", choice=choice) for choice in range(request.n)]
+        return [
+            replace(resolved, request_id=f"{request_id}-{choice}", choice=choice, output_ids=ids)
+            for choice, ids in output_ids.items()
+        ]
 
     def _state_families(self) -> "list[Metric]":
         """What is fixed from the start, what was found missing then, and how it stands with the fleet."""
@@ -162,6 +244,9 @@ class TargetReplica:
         families = [gauge("drafter_info", "The drafter in use.", 1, {"kind": engine.drafter_kind})]
         if self._remote is not None and self.loaded.provenance is not None:
             families += draft_link_families(self._remote.stats)
+        for outcome, number in self._swaps.items():
+            text = "Drafters that were to take the running one's place."
+            families.append(counter("drafter_swaps", text, number, {"outcome": outcome}))
         for note in self.loaded.notes:
             families.append(gauge("notice", "What was missing when the replica started.", 1, {"text": note}))
         if engine.policy.verify_length is not None:
@@ -192,4 +277,12 @@ def _replica_id() -> str:
     try:
         return serve.get_replica_context().replica_id.unique_id
     except RayServeException:
-        return "local"
+        return LOCAL
+
+
+def _end_process() -> None:
+    """At once: Serve starts another replica when a process is gone, but only after some failed checks when it answers,
+    and until then requests would still come here, to fail."""
+    log.error("this replica ends, its engine having failed")
+    logging.shutdown()
+    os._exit(1)

@@ -63,9 +63,10 @@ def options_of(batches: Batches, weight: float = 1.0) -> Options:
     num_requests = batches.count.sum(axis=1)
     drafted = _drafted(batches, weights)  # [N, C, G]
     slots = batches.survival.transpose(0, 2, 1)  # slot by slot: a stable sort keeps ties in that order
-    ranked = np.argsort(-(weights[:, None, :] * slots).reshape(len(weights), -1), axis=1, kind="stable")
+    weighted_slots = (weights[:, None, :] * slots).reshape(len(weights), -1)
+    ranked = np.argsort(-weighted_slots, axis=1, kind="stable")
     survival = np.take_along_axis(slots.reshape(len(weights), -1), ranked, axis=1)  # [N, S]
-    group = ranked % weights.shape[1]
+    group = ranked % batches.count.shape[1]
     width = np.take_along_axis(drafted, group[:, None, :].repeat(drafted.shape[1], axis=1), axis=2)  # [N, C, S]
     width = width * (survival > 0)[:, None, :]  # beyond a block's end there is nothing to verify
     num_verified = _levels(width.sum(axis=2), NUM_VERIFIED_TRIED)  # [N, C, L]

@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve._private.autoscaling_state import _resolve_policy_callable
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from dspark.config import build_config, load_config
+from dspark.serving.autoscaling import HeadroomPolicy
 from dspark.serving.deployment_file import DeploymentFile
 
 ROOT = Path(__file__).resolve().parents[3]
+AUTOSCALING = "dspark_autoscaling.yaml"
+POLICY = "dspark.serving.autoscaling:HeadroomPolicy"
 FILES = sorted((ROOT / "deployments").glob("*.yaml"))
 
 
@@ -26,6 +31,38 @@ def test_every_file_loads(path: Path) -> None:
     assert [d.name for app in serves.applications for d in app.deployments] == [
         d.name for app in ours.applications for d in app.deployments
     ]
+
+
+def test_the_autoscaling_file_is_the_colocated_one_but_for_how_many_there_are() -> None:
+    """And its policy is one that Serve can make."""
+    demo, scaled = (
+        yaml.safe_load((ROOT / "deployments" / name).read_text()) for name in ("colocated.yaml", AUTOSCALING)
+    )
+    (own,), (demos,) = scaled["applications"], demo["applications"]
+    assert {k: v for k, v in own["args"].items() if k not in ("scaling", "threads")} == {
+        k: v for k, v in demos["args"].items() if k != "threads"
+    }
+    assert own["deployments"][0] == demos["deployments"][0]
+    config = AutoscalingConfig(**own["deployments"][1]["autoscaling_config"])
+    assert config.min_replicas == 0
+    assert _resolve_policy_callable(config.policy).__class__.__name__ == HeadroomPolicy.__name__
+
+
+def scaled_content(**changes: Any) -> Any:
+    changed = yaml.safe_load((ROOT / "deployments" / AUTOSCALING).read_text())
+    changed["applications"][0]["deployments"][1]["autoscaling_config"] |= changes
+    return changed
+
+
+def test_contradictions_of_autoscaling_are_refused() -> None:
+    build_config(DeploymentFile, scaled_content())
+    with pytest.raises(ValueError, match="min_replicas 3 is over max_replicas 2"):
+        build_config(DeploymentFile, scaled_content(min_replicas=3))
+    with pytest.raises(ValueError, match="to_zero is True"):
+        build_config(DeploymentFile, scaled_content(min_replicas=1))
+    policy = {"policy_function": POLICY, "policy_kwargs": {"target_utilization": 0.5}}
+    with pytest.raises(ValueError, match="target_utilisation"):
+        build_config(DeploymentFile, scaled_content(policy=policy))
 
 
 @pytest.mark.parametrize("name", ["colocated", "dspark"])
@@ -65,6 +102,13 @@ def test_a_misspelt_key_is_refused_wherever_it_stands(place: tuple[Any, ...]) ->
         (lambda c: c["applications"][0]["deployments"][1].update(max_ongoing_requests=256), "max_concurrent_requests"),
         (lambda c: c["applications"][0]["deployments"][1].update(graceful_shutdown_timeout_s=20), "graceful"),
         (lambda c: c["http_options"].update(request_timeout_s=600), "limits.request_timeout_s"),
+        (
+            lambda c: c["applications"][0]["deployments"][1].update(
+                autoscaling_config={"max_replicas": 2, "policy": {"policy_function": POLICY}}
+            ),
+            "exclude each other",
+        ),
+        (lambda c: c["applications"][0]["args"].update(scaling={"to_zero": True}), "to_zero"),
         (lambda c: c["applications"][0].update(import_path="dspark.serving.app:biuld"), "import_path"),
         (lambda c: c["applications"][0]["args"].update(draft_replicas=None), "args.draft_replicas is not set"),
         (lambda c: c["applications"][0]["args"].update(drafter="ngram"), "draft_replicas run a trained drafter"),

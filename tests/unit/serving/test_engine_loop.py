@@ -137,6 +137,24 @@ def test_a_failure_reaches_every_request_and_every_later_one(loop: EngineLoop) -
         asyncio.run(outputs_of(loop, request([5], "late")))
 
 
+def test_after_a_failure_the_process_may_end_but_not_after_a_stop(engine: Engine) -> None:
+    ended: list[str] = []
+    stopped = EngineLoop(engine, ReplicaMetrics(), on_failure=lambda: ended.append("stopped"))
+    stopped.start()
+    stopped.stop()
+    failing = EngineLoop(engine, ReplicaMetrics(), on_failure=lambda: ended.append("failed"))
+
+    def fail() -> Any:
+        raise RuntimeError("broken")
+
+    engine.step = fail  # type: ignore[method-assign]
+    failing.start()
+    with pytest.raises(EngineStopped):
+        asyncio.run(outputs_of(failing, request([5])))
+    failing.stop()
+    assert ended == ["failed"]
+
+
 def test_pages_that_got_lost_are_a_failure(loop: EngineLoop) -> None:
     asyncio.run(outputs_of(loop, request([5], max_tokens=3)))
     loop.engine.pool.allocate(1)  # held by nobody

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from ray import serve
 
-from dspark.serving.engine_client import Delta, ReplicaClient
+from dspark.serving.config import FailoverConfig
+from dspark.serving.engine_client import Delta
 from dspark.serving.metrics import render
 from dspark.serving.openai_schema import CompletionRequest, Refusal
+from dspark.serving.replica_client import ReplicaClient
 from dspark.serving.target_replica import TargetReplica
 from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from tiny_serving import MODEL, serve_config
@@ -18,7 +20,7 @@ from tiny_serving import MODEL, serve_config
 @pytest.fixture(scope="module")
 def client(tiny_target: Path) -> ReplicaClient:
     app = serve.deployment()(TargetReplica).bind(serve_config(tiny_target))
-    return ReplicaClient(serve.run(app, _local_testing_mode=True))
+    return ReplicaClient(serve.run(app, _local_testing_mode=True), FailoverConfig(), timeout_s=60.0)
 
 
 def request(**fields: Any) -> CompletionRequest:
