@@ -22,8 +22,9 @@ import torch
 from dspark.chat import render_prompt
 from dspark.data.prompts import PromptSource, read_prompts
 from dspark.engine.config import EngineConfig
+from dspark.engine.drafter_folder import drafter_sha256
 from dspark.engine.engine import Engine
-from dspark.engine.loading import LoadedEngine, drafter_sha256, load_engine
+from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.engine.lookup import LookupConfig
 from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import SamplingParams

@@ -7,8 +7,8 @@ from typing import Any
 
 import runner
 from dspark.drafters.released import AdoptConfig, find_drafter, take_drafter
+from dspark.engine.drafter_folder import CALIBRATION, COST_CURVE, PROVENANCE, drafter_sha256, is_drafter_folder
 from dspark.engine.hidden_states import check_layer_ids
-from dspark.engine.loading import CALIBRATION, COST_CURVE, PROVENANCE, drafter_sha256, is_drafter_folder
 from dspark.errors import Mismatch
 from dspark.provenance import git_revision, read_json, write_json
 from dspark.targets import target_identity

@@ -8,7 +8,14 @@ from typing import Any, Protocol
 
 import runner
 from dspark.data.prompts import Prompt, read_prompts
-from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, WITHOUT_FOLDER, check_drafter, drafter_target
+from dspark.engine.drafter_folder import (
+    CALIBRATION,
+    COST_CURVE,
+    DRAFTER_FILES,
+    WITHOUT_FOLDER,
+    check_drafter,
+    drafter_target,
+)
 from dspark.evaluation.benchmarking import PairBenchmark, choose_prompts
 from dspark.evaluation.endpoint_contest import EndpointBenchmark
 from dspark.evaluation.load_config import BenchmarkConfig

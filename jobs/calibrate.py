@@ -11,7 +11,7 @@ from typing import Any
 import evaluate
 import runner
 from dspark.drafters.checkpoint import from_deepspec
-from dspark.engine.loading import CALIBRATION
+from dspark.engine.drafter_folder import CALIBRATION
 from dspark.errors import DsparkError
 from dspark.evaluation.confidence import (
     calibration_report,

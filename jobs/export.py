@@ -24,7 +24,7 @@ from dspark.drafters.export_conversions import CannotExport
 from dspark.drafters.export_formats import Exported, to_layout
 from dspark.drafters.model_card import CardFacts, model_card
 from dspark.drafters.stored import StoredDrafter, check_tensors, is_exchange_format, read_stored
-from dspark.engine.loading import CALIBRATION, COST_CURVE, DRAFTER_FILES, drafter_sha256, drafter_target
+from dspark.engine.drafter_folder import CALIBRATION, COST_CURVE, DRAFTER_FILES, drafter_sha256, drafter_target
 from dspark.errors import MissingInput
 from dspark.provenance import file_sha256, fingerprint, git_revision, read_json, write_json
 from dspark.speculation.calibration import Calibration

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import runner
-from dspark.engine.loading import COST_CURVE
+from dspark.engine.drafter_folder import COST_CURVE
 from dspark.engine.step_samples import Samples
 from dspark.evaluation.profiling import ProfileConfig, measure, measured_survival, open_timer, verify_budgets
 from dspark.provenance import fingerprint, git_revision, read_json, write_json

@@ -5,7 +5,8 @@ import torch
 from dspark.attention.choice import choose_entries
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.draft_server import DraftServer, DraftServerConfig
-from dspark.engine.loading import DRAFTER_FILES, check_drafter, draft_identity, paged_runner
+from dspark.engine.drafter_folder import DRAFTER_FILES, check_drafter, draft_identity
+from dspark.engine.loading import paged_runner
 from dspark.targets import TargetConfig, load_target_config
 from dspark.transfer import local_folder
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 
-from dspark.config import build_config
 from dspark.drafters import TrainedDrafter
 from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.checkpoint import load_drafter
@@ -18,6 +17,18 @@ from dspark.engine.capacity import with_capacity
 from dspark.engine.config import EngineConfig
 from dspark.engine.dense_target_runner import DenseTargetRunner, dense_bytes_per_token
 from dspark.engine.draft_runner import DraftRunner, NGramDraftRunner
+from dspark.engine.drafter_folder import (
+    CALIBRATION,
+    COST_CURVE,
+    DRAFTER_FILES,
+    NGRAM,
+    TARGET_MTP,
+    WITHOUT_FOLDER,
+    check_drafter,
+    draft_identity,
+    drafter_sha256,
+    is_drafter_folder,
+)
 from dspark.engine.engine import Engine
 from dspark.engine.graphs import use_graphs, wants_graphs
 from dspark.engine.hidden_states import check_layer_ids
@@ -30,27 +41,18 @@ from dspark.engine.target import Target
 from dspark.engine.target_runner import NotPageable, TargetRunner, kv_bytes_per_token
 from dspark.errors import MissingInput
 from dspark.numerics import pack_linears
-from dspark.provenance import file_sha256, fingerprint, read_json, require_same
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
-from dspark.storage import locate
 from dspark.targets import (
     TargetConfig,
     load_target,
     load_target_config,
     load_tokenizer,
     stop_token_ids,
-    target_identity,
     vocabulary_size,
 )
 from dspark.transfer import local_folder
 
-NGRAM = "ngram"
-TARGET_MTP = "mtp"
-WITHOUT_FOLDER = (None, NGRAM, TARGET_MTP)
-PROVENANCE = "provenance.json"
-DRAFTER_FILES = ("config.json", "model.safetensors", PROVENANCE)
-CALIBRATION, COST_CURVE = "calibration.json", "cost_curve.json"
 LENGTH_WITHOUT_CURVE = 3
 
 log = logging.getLogger("dspark.engine")
@@ -93,13 +95,7 @@ def load_engine(
     """
     torch.set_num_threads(num_threads)
     notes: list[str] = []
-    if drafter not in WITHOUT_FOLDER and is_missing_drafter_ok and not is_drafter_folder(str(drafter)):
-        notes.append(
-            f"no trained drafter at {drafter}: n-gram speculation instead; train one with python jobs/train.py"
-        )
-        drafter = NGRAM
-    if drafter not in WITHOUT_FOLDER:
-        drafter = str(local_folder(str(drafter), (*DRAFTER_FILES, CALIBRATION, COST_CURVE)))
+    drafter = _local_drafter(drafter, notes, is_missing_ok=is_missing_drafter_ok)
     provenance = None if drafter in WITHOUT_FOLDER else check_drafter(str(drafter), target)
     tokenizer, model, stop_ids = _load_target(target) if shared is None else _target_of(shared)
     drafts: DraftRunner | None
@@ -123,18 +119,35 @@ def load_engine(
         drafts.curve, profiles = curve, False  # what drafting there costs cannot be measured here
     runner = target_runner(model, drafts, config=config, vocabulary_size=vocabulary_size(tokenizer), notes=notes)
     if drafts is not None and curve is None and config.verify_length is None:
-        wanted = hardware_fingerprint(model.device, model.dtype, num_threads, target.name)
-        curve = profile(runner, drafts, config, fingerprint=wanted) if profiles else None
-        if curve is not None:
-            notes.append("a rough cost curve was measured at the start")
-        else:
-            length = min(length_without_curve, drafts.block_size)
-            notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
-            config = config.with_changes(verify_length=length, lagged_capacity=False)
+        if profiles:
+            wanted = hardware_fingerprint(model.device, model.dtype, num_threads, target.name)
+            curve = profile(runner, drafts, config, fingerprint=wanted)
+        config = _with_length(config, curve, min(length_without_curve, drafts.block_size), notes)
     for note in notes:
         log.warning(note)
     engine = Engine(runner, drafts, tokenizer, config=config, curve=curve, calibration=calibration)
     return LoadedEngine(engine, runner, tokenizer, stop_ids, provenance, notes)
+
+
+def _local_drafter(drafter: str | None, notes: list[str], *, is_missing_ok: bool) -> str | None:
+    """The drafter, its folder on this machine; n-grams where it is not there and need not be."""
+    if drafter in WITHOUT_FOLDER:
+        return drafter
+    if is_missing_ok and not is_drafter_folder(str(drafter)):
+        notes.append(
+            f"no trained drafter at {drafter}: n-gram speculation instead; train one with python jobs/train.py"
+        )
+        return NGRAM
+    return str(local_folder(str(drafter), (*DRAFTER_FILES, CALIBRATION, COST_CURVE)))
+
+
+def _with_length(config: EngineConfig, curve: CostCurve | None, length: int, notes: list[str]) -> EngineConfig:
+    """The config where no curve was found: with one that was measured just now as it is, else with a fixed length."""
+    if curve is not None:
+        notes.append("a rough cost curve was measured at the start")
+        return config
+    notes.append(f"no cost curve: every step verifies {length} draft tokens, whatever the load")
+    return config.with_changes(verify_length=length, lagged_capacity=False)
 
 
 def target_runner(
@@ -197,47 +210,6 @@ def plain_twin(loaded: LoadedEngine) -> Engine:
     config = config.with_changes(verify_length=None, lookup=None)
     runner = target_runner(target.model, config=config, vocabulary_size=target.vocabulary_size)
     return Engine(runner, None, loaded.tokenizer, config=config)
-
-
-def is_drafter_folder(folder: str | Path) -> bool:
-    """Whether all files of a drafter are there."""
-    return all((locate(folder) / name).is_file() for name in DRAFTER_FILES)
-
-
-def check_drafter(folder: str, target: TargetConfig) -> dict[str, Any]:
-    """The drafter's provenance. Raises: MissingInput when incomplete; Mismatch if trained for another target."""
-    provenance = _provenance(folder)
-    remedy = "use it with the target it was trained for, or train one with jobs/train.py"
-    identity = target_identity(target)
-    require_same(f"drafter {folder} and target {target.name}", identity, provenance["target"], remedy=remedy)
-    return provenance
-
-
-def drafter_target(folder: str) -> TargetConfig:
-    """The target a drafter was trained for, as it was loaded then. Raises: MissingInput when it is incomplete."""
-    content = _provenance(folder)["target_config"]
-    return build_config(TargetConfig, content, source=f"{folder}/provenance.json")
-
-
-def _provenance(folder: str) -> dict[str, Any]:
-    for name in DRAFTER_FILES:
-        if not (locate(folder) / name).is_file():
-            adopt = "take it over with jobs/adopt.py, or " if name == PROVENANCE else ""
-            raise MissingInput(
-                f"no complete drafter at {folder} ({name} is missing); {adopt}make one with jobs/train.py"
-            )
-    content: dict[str, Any] = read_json(locate(folder) / PROVENANCE)
-    return content
-
-
-def drafter_sha256(folder: str | Path) -> str:
-    """Of the files that decide what a drafter proposes."""
-    return fingerprint([file_sha256(locate(folder) / name) for name in DRAFTER_FILES[:2]])
-
-
-def draft_identity(folder: str | Path, target: TargetConfig) -> str:
-    """What an engine and its draft replica must have in common."""
-    return fingerprint([drafter_sha256(folder), target_identity(target)])
 
 
 def _load_drafter(drafter: str | None, model: Any, vocabulary: int) -> NGramDrafter | TrainedDrafter | None:

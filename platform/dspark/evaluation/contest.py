@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from dspark.data.prompts import Prompt
+from dspark.engine.drafter_folder import WITHOUT_FOLDER, drafter_target
 from dspark.engine.engine import Engine
-from dspark.engine.loading import WITHOUT_FOLDER, LoadedEngine, drafter_target, load_engine
+from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.errors import MissingInput
 from dspark.evaluation.benchmarking import spread
 from dspark.evaluation.config import EvaluationMode

@@ -12,9 +12,10 @@ from dspark.attention.choice import as_capturable
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.initialize import DrafterShape, drafter_config, new_drafter
 from dspark.engine.config import EngineConfig
+from dspark.engine.drafter_folder import check_drafter, is_drafter_folder
 from dspark.engine.engine import Engine
 from dspark.engine.graphs import use_graphs
-from dspark.engine.loading import check_drafter, is_drafter_folder, paged_runner
+from dspark.engine.loading import paged_runner
 from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import SamplingParams
 from dspark.engine.target_runner import TargetRunner

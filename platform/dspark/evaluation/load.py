@@ -9,8 +9,9 @@ from dspark.chat import ChatConfig, render_prompt
 from dspark.config import build_config
 from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt
+from dspark.engine.drafter_folder import drafter_target
 from dspark.engine.engine import Engine
-from dspark.engine.loading import LoadedEngine, drafter_target, load_engine, plain_twin
+from dspark.engine.loading import LoadedEngine, load_engine, plain_twin
 from dspark.engine.request import GenerationRequest
 from dspark.evaluation.config import EvaluationMode
 from dspark.evaluation.load_config import BenchmarkConfig, LoadConfig

@@ -8,7 +8,7 @@ from pydantic import Field
 from dspark.config import Config
 from dspark.data.prompts import PromptSource
 from dspark.engine.config import MeasuredEngineConfig
-from dspark.engine.loading import WITHOUT_FOLDER
+from dspark.engine.drafter_folder import WITHOUT_FOLDER
 from dspark.engine.lookup import LookupConfig
 from dspark.evaluation.config import EvaluationMode
 from dspark.targets import TargetConfig

@@ -8,7 +8,7 @@ from dspark.chat import ChatConfig
 from dspark.config import build_config
 from dspark.data.decoding import derive_seed
 from dspark.data.prompts import Prompt, PromptSet
-from dspark.engine.loading import (
+from dspark.engine.drafter_folder import (
     CALIBRATION,
     COST_CURVE,
     DRAFTER_FILES,

@@ -16,14 +16,8 @@ from dspark.config import Config
 from dspark.drafters.base import Drafter
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.config import EngineConfig
-from dspark.engine.loading import (
-    WITHOUT_FOLDER,
-    check_drafter,
-    drafter_sha256,
-    drafter_target,
-    paged_runner,
-    target_runner,
-)
+from dspark.engine.drafter_folder import WITHOUT_FOLDER, check_drafter, drafter_sha256, drafter_target
+from dspark.engine.loading import paged_runner, target_runner
 from dspark.engine.step_samples import Samples, take_samples
 from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.provenance import read_json

@@ -10,7 +10,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from dspark.config import build_config
-from dspark.engine.loading import WITHOUT_FOLDER
+from dspark.engine.drafter_folder import WITHOUT_FOLDER
 from dspark.serving.config import DraftReplicasConfig, RoutingConfig, ServeConfig
 from dspark.serving.draft_replica import DraftReplica
 from dspark.serving.ingress import build_app

@@ -8,7 +8,7 @@ from dspark.chat import ChatConfig
 from dspark.config import Config
 from dspark.engine.config import EngineConfig
 from dspark.engine.draft_server import DraftServerConfig
-from dspark.engine.loading import WITHOUT_FOLDER
+from dspark.engine.drafter_folder import WITHOUT_FOLDER
 from dspark.engine.remote_draft_state import RemoteDraftConfig
 from dspark.targets import TargetConfig
 

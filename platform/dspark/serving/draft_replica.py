@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from dspark.engine.draft_loading import load_draft_server
 from dspark.engine.draft_messages import DraftAnswer, DraftMessage
 from dspark.engine.draft_server import DraftServer
-from dspark.engine.loading import is_drafter_folder
+from dspark.engine.drafter_folder import is_drafter_folder
 from dspark.errors import DsparkError
 from dspark.serving.config import ServeConfig
 

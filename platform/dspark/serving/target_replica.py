@@ -216,8 +216,8 @@ class TargetReplica:
         self._resolver = RequestResolver(loaded, _chat(self._config, loaded), self._limits)
         self._token_texts = TokenTexts(self._resolver.tokenizer)
 
-    def _report(self, sequence: int) -> ReplicaReport:
-        return self._meter.report(sequence)
+    def _report(self, sequence: int, with_curve: bool) -> ReplicaReport:
+        return self._meter.report(sequence, with_curve)
 
     def _admit(
         self, request_id: str, request: GenerateRequest, continuation: Continuation | None

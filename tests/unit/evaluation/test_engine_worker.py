@@ -12,8 +12,8 @@ from dspark.config import build_config
 from dspark.data.prompts import Prompt
 from dspark.drafters.base import BlockBatch
 from dspark.drafters.checkpoint import load_drafter, save_drafter
+from dspark.engine.drafter_folder import COST_CURVE
 from dspark.engine.hidden_states import HiddenStateCapture
-from dspark.engine.loading import COST_CURVE
 from dspark.engine.sampling import SamplingParams
 from dspark.errors import MissingInput
 from dspark.evaluation.accepted_length import decode_plain

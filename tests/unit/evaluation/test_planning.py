@@ -7,7 +7,7 @@ import pytest
 from dspark.chat import ChatConfig
 from dspark.config import build_config
 from dspark.data.prompts import Prompt, PromptSet, RejectedRow
-from dspark.engine.loading import CALIBRATION, COST_CURVE
+from dspark.engine.drafter_folder import CALIBRATION, COST_CURVE
 from dspark.errors import Mismatch, MissingInput
 from dspark.evaluation.config import EvaluateConfig
 from dspark.evaluation.planning import open_subject, plan_work, request_of, select_prompts, split_done

@@ -17,7 +17,7 @@ from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.export import FORMATS, ExportConfig
 from dspark.drafters.export_conversions import CannotExport
 from dspark.drafters.released import AdoptConfig
-from dspark.engine.loading import drafter_sha256
+from dspark.engine.drafter_folder import drafter_sha256
 from dspark.errors import Mismatch, MissingInput
 from dspark.provenance import read_json, write_json
 from dspark.speculation.calibration import Calibration, SlotScales

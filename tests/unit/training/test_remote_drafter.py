@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from dspark.config import build_config
 from dspark.data.target_cache import TargetCache
 from dspark.drafters.checkpoint import load_drafter, save_drafter
-from dspark.engine.loading import check_drafter, drafter_sha256, drafter_target, is_drafter_folder
+from dspark.engine.drafter_folder import check_drafter, drafter_sha256, drafter_target, is_drafter_folder
 from dspark.errors import Mismatch, MissingInput
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
