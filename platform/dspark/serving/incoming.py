@@ -1,16 +1,20 @@
 """What stands between a client and an endpoint: its key, the length of its body, and what the body says."""
 
 import hmac
+import re
 from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request
 
 from dspark.serving.config import ServeConfig
-from dspark.serving.openai_schema import MAX_SHOWN, RequestRefused, parse_request
+from dspark.serving.openai_schema import MAX_SHOWN, GenerateRequest, RequestRefused, parse_request
 from dspark.serving.sampling_fields import Request as RequestBody
 
+PRIORITY = "X-Priority"
+
 R = TypeVar("R", bound=RequestBody)
+G = TypeVar("G", bound=GenerateRequest)
 
 
 class Incoming:
@@ -36,7 +40,7 @@ class Incoming:
         self.authorise(http)
         request = parse_request(request_class, await _read_body(http, self._max_body_bytes))
         self.require_served(getattr(request, "model", None))
-        return request
+        return _with_priority(request, http.headers.get(PRIORITY)) if isinstance(request, GenerateRequest) else request
 
     def require_served(self, model: str | None) -> None:
         """Raises: RequestRefused (404) for another model; None stands for the one that is served."""
@@ -53,6 +57,18 @@ def read_api_keys(path: str | Path) -> list[bytes]:
     if not keys:
         raise ValueError(f"api_keys_file {path} holds no key; write one per line into it, or leave it out")
     return keys
+
+
+def _with_priority(request: G, header: str | None) -> G:
+    """The request with the header's priority, by which a gateway may say it for clients that do not."""
+    if header is None:
+        return request
+    if not (re.fullmatch(r"-?[0-9]{1,10}", header) and -(2**31) <= int(header) < 2**31):
+        raise RequestRefused.of(f"{PRIORITY} must be an integer of 32 bits; leave it out for 0", param=PRIORITY)
+    if "priority" in request.model_fields_set and request.priority != int(header):
+        message = f"priority is {request.priority} but {PRIORITY} is {int(header)}; send one of them"
+        raise RequestRefused.of(message, param="priority")
+    return request.model_copy(update={"priority": int(header)})
 
 
 async def _read_body(http: Request, max_bytes: int) -> bytes:

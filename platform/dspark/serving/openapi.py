@@ -93,9 +93,11 @@ def _post(path: str, request_name: str) -> dict[str, Any]:
     content = _json(ANSWERS[path].__name__)
     if path in STREAMED:
         content = content | {"text/event-stream": {"schema": {"type": "string"}}}
-    header = {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"}}
+    parameters = [{"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"}}]
+    if path in STREAMED:
+        parameters.append({"name": "X-Priority", "in": "header", "schema": {"type": "integer", "format": "int32"}})
     return {
-        "parameters": [header],
+        "parameters": parameters,
         "requestBody": {"required": True, "content": _json(request_name)},
         "responses": {"200": _response("the answer", content)} | _refusals(*REFUSALS),
         "security": [{}, {"key": []}],

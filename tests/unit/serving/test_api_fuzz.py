@@ -3,6 +3,7 @@
 DSPARK_FUZZ_SECONDS says for how long; 20 by default, and the engine is looked at once it is over.
 """
 
+import asyncio
 import json
 import os
 import time
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import jsonschema
@@ -126,3 +128,28 @@ def test_what_the_server_reads_fits_its_description(request: tuple[str, bytes]) 
     except RequestRefused:
         return
     require_fit(json.loads(body), schema_of(path))
+
+
+METHODS = st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW"])
+PATHS = st.sampled_from([*DOCUMENT["paths"], "/v1/models/"]) | st.text(st.characters(codec="utf-8"), max_size=10).map(
+    lambda text: f"/v1/models/{quote(text)}"
+)
+
+
+@settings(SETTINGS, max_examples=100)
+@given(METHODS, PATHS, st.text(st.characters(codec="latin-1"), max_size=20))
+def test_every_method_on_every_path_gets_an_answer(method: str, path: str, header: str) -> None:
+    """Of an engine that is not there: nothing here may get as far as that."""
+    transport = httpx.ASGITransport(build_app(object(), serve_config("unused")))  # type: ignore[arg-type]
+
+    async def run() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            names = {"X-Request-Id": header.encode("latin-1"), "Authorization": header.encode("latin-1")}
+            return await http.request(method, path, headers=names)
+
+    if path in ("/health", "/metrics"):
+        return
+    response = asyncio.run(run())
+    assert response.status_code < 500
+    if response.status_code >= 400 and method != "HEAD":
+        require_fit(response.json(), {"$ref": "#/components/schemas/Error"})
