@@ -26,6 +26,7 @@ from dspark.data.prompts import read_prompts
 from dspark.evaluation.benchmarking import choose_prompts
 from dspark.evaluation.contest import Contest, run_keys
 from dspark.evaluation.load_config import ContestConfig
+from dspark.provenance import fingerprint
 
 OURS, RIVAL = "ours", "rival"
 NUM_RESAMPLED = 1000
@@ -35,9 +36,9 @@ Speeds = dict[tuple[str, int], NDArray[np.float64]]  # (entrant, load) -> a spee
 
 def main() -> None:
     options = parsed()
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
     config = contest_config(options)
+    output = Path(options.output) / fingerprint(config.model_dump(mode="json"))[:8]  # other settings, other runs
+    output.mkdir(parents=True, exist_ok=True)
     speeds = measured(config, output / "runs.jsonl")
     rows = compared(speeds, config.concurrency)
     print(
@@ -89,7 +90,7 @@ def compared(speeds: Speeds, loads: Sequence[int]) -> list[dict[str, Any]]:
         user = float(speeds[RIVAL, load].mean())
         row: dict[str, Any] = {"at once": load, "user, rival": user, "all, rival": user * load}
         for place, name in enumerate(("user", "all")):
-            found = [sample[i][place] for sample in drawn if sample[i][place] is not None]
+            found = [ratio for sample in drawn if (ratio := sample[i][place]) is not None]
             interval = np.quantile(found, [0.025, 0.975]).tolist() if len(found) > NUM_RESAMPLED // 2 else None
             row[name] = {"ratio": whole[i][place], "interval": interval}
         rows.append(row)

@@ -76,7 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert not broken, f"the fleet fails undisturbed: {broken[0]}"
         reports = [asyncio.run(_disturb(fleet, victim, bodies, undisturbed, options)) for victim in options.victims]
     print(json.dumps({"streams": options.streams, "tokens": options.tokens, "victims": reports}, indent=1))
-    return int(any(report["problems"] for report in reports if report["victim"] != "ingress"))
+    return int(any(_has_failed(report) for report in reports))
+
+
+def _has_failed(report: dict[str, Any]) -> bool:
+    """Whether an answer was spoilt (a killed ingress may), none was in its midst, or anything stayed behind."""
+    is_spoilt = report["problems"] and report["victim"] != "ingress"
+    is_left = report["process_back_s"] is None or report["free_after_s"] is None
+    return bool(is_spoilt or is_left or not report["streams_open_at_the_kill"])
 
 
 async def _disturb(

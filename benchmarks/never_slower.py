@@ -1,12 +1,12 @@
 """The scheduler against the best fixed verify length, and against plain decoding, at every load.
 
     python benchmarks/never_slower.py --drafter runs/demo/drafter --prompts prompts/heldout.jsonl --output runs/load
-        [--lengths 1 2 3 5] [--concurrency 1 2 4 8 16 32 64] [--repeats 6] [--tokens 128] [--dtype bfloat16]
+        [--lengths 1 2 3 5] [--concurrency 1 2 4 8 16 32 64] [--repeats 8] [--tokens 128] [--dtype bfloat16]
 
 All ways of decoding answer the same requests in turn, in the other order the next time. At each load the best length is
-chosen on the even repeats and compared on the odd ones, so that it is not chosen for its luck. A run's figures are kept
-as they come; the same command goes on behind them. The picture shows tokens per second and the draft tokens that are
-verified per request. Exit code 1 where the scheduler has less than 0.98 of either.
+chosen on half of the repeats and compared on the others, so that it is not chosen for its luck. A run's figures are
+kept as they come; the same command goes on behind them. The picture shows tokens per second and the draft tokens that
+are verified per request. Exit code 1 where the scheduler has less than 0.98 of either.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from dspark.data.prompts import read_prompts
 from dspark.evaluation.benchmarking import choose_prompts
 from dspark.evaluation.contest import Contest, run_keys
 from dspark.evaluation.load_config import ContestConfig
+from dspark.provenance import fingerprint
 
 LEAST = 0.98
 PLAIN, SCHEDULED = "plain", "scheduled"
@@ -29,9 +30,9 @@ PLAIN, SCHEDULED = "plain", "scheduled"
 
 def main() -> int:
     options = parsed()
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
     config = contest_config(options)
+    output = Path(options.output) / fingerprint(config.model_dump(mode="json"))[:8]  # other settings, other runs
+    output.mkdir(parents=True, exist_ok=True)
     path = output / "runs.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {tuple(row["key"]) for row in rows}
@@ -77,7 +78,12 @@ def contest_config(options: argparse.Namespace) -> ContestConfig:
 
 
 def compared(rows: list[dict[str, Any]], config: ContestConfig) -> list[dict[str, Any]]:
-    """A row per load. Ratios are of the odd repeats' medians; their spread is that of single repeats."""
+    """A row per load. Ratios are medians over the repeats compared on; their spread is that of single repeats.
+
+    Of every four repeats, two of which run in the other order, the best is chosen on the first two.
+    """
+    order = np.arange(config.repeats)
+    chosen_on, compared_on = order[order % 4 < 2], order[order % 4 >= 2]
     table = []
     for concurrency in config.concurrency:
         speeds = {
@@ -85,16 +91,16 @@ def compared(rows: list[dict[str, Any]], config: ContestConfig) -> list[dict[str
             for name in config.entrants
         }
         fixed = [name for name in config.entrants if name != SCHEDULED]
-        best = max(fixed, key=lambda name: float(np.median(speeds[name][::2])))
-        own = speeds[SCHEDULED][1::2]
-        ratios = own / speeds[best][1::2]
+        best = max(fixed, key=lambda name: float(np.median(speeds[name][chosen_on])))
+        own = speeds[SCHEDULED][compared_on]
+        ratios = own / speeds[best][compared_on]
         table.append(
             {
                 "at once": concurrency,
                 "best": best,
                 "of best": float(np.median(ratios)),
                 "spread": f"{ratios.min():.2f} to {ratios.max():.2f}",
-                "of plain": float(np.median(own / speeds[PLAIN][1::2])),
+                "of plain": float(np.median(own / speeds[PLAIN][compared_on])),
                 "verified per request": float(
                     np.mean([value(rows, concurrency, n, SCHEDULED, "verify_length") for n in range(config.repeats)])
                 ),
@@ -144,10 +150,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.repeats < 4:
+        parser.error(f"--repeats is {options.repeats}; a length is chosen on two and compared on two at least")
+    return options
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def port() -> int:
 def content(tmp_path_factory: pytest.TempPathFactory, port: int) -> Any:
     """The demo's deployment file with two replicas of a tiny target."""
     target = make_tiny_target(tmp_path_factory.mktemp("failover") / "target", max_length=LONG + 96)
-    content = yaml.safe_load((ROOT / "deployments" / "dspark.yaml").read_text())
+    content = yaml.safe_load((ROOT / "deployments" / "colocated.yaml").read_text())
     content["http_options"] |= {"port": port, "request_timeout_s": 660}
     content["applications"][0]["args"] |= {
         "target": {"name": str(target), "dtype": "float32", "device": "cpu"},
@@ -57,11 +57,28 @@ def content(tmp_path_factory: pytest.TempPathFactory, port: int) -> Any:
     return content
 
 
-def deploy(content: Any, *, num_replicas: int) -> None:
-    """As `serve run` does with a file."""
-    options = content["applications"][0]["deployments"]
-    changed = [one | ({"num_replicas": num_replicas} if one["name"] == "TargetReplica" else {}) for one in options]
-    file = {**content, "applications": [{**content["applications"][0], "deployments": changed}]}
+SCALED = {
+    "min_replicas": 0,
+    "max_replicas": 1,
+    "look_back_period_s": 2,
+    "downscale_delay_s": 1,
+    "policy": {
+        "policy_function": "dspark.serving.autoscaling:HeadroomPolicy",
+        "policy_kwargs": {"target_utilisation": 0.7},
+    },
+}
+
+
+def deploy(content: Any, **replicas: Any) -> None:
+    """As `serve run` does with a file. replicas: `num_replicas` or `autoscaling_config`."""
+    (application,) = content["applications"]
+    changed = []
+    for options in application["deployments"]:
+        if options["name"] == "TargetReplica":
+            options = {k: v for k, v in options.items() if k != "num_replicas"} | replicas
+        changed.append(options)
+    args = application["args"] | {"scaling": {"to_zero": "autoscaling_config" in replicas}}
+    file = {**content, "applications": [{**application, "args": args, "deployments": changed}]}
     build_config(DeploymentFile, file)
     client = _get_global_client()
     assert client is not None
@@ -134,6 +151,17 @@ def undisturbed(url: str) -> list[dict[str, Any]]:
         return [answer.result() for answer in begin(pool, url)]
 
 
+def test_a_prompt_goes_back_to_the_replica_that_read_it(url: str) -> None:
+    prompt = "what is the number of answers to this question " * 20
+    before = gauges(url, "dspark_prefix_cache_hits_total")
+    for number in range(6):
+        assert ask(url, prompt=f"{prompt}{number}")["usage"] == 24
+    grown = [now - then for now, then in zip(gauges(url, "dspark_prefix_cache_hits_total"), before, strict=True)]
+    assert sorted(value > 0 for value in grown) == [False, True]
+    served = gauges(url, "dspark_output_tokens_total")
+    assert sorted(served) == [0, 6 * 24]
+
+
 def test_answers_outlive_the_replica_that_began_them(url: str, undisturbed: list[dict[str, Any]]) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = begin(pool, url)
@@ -141,14 +169,14 @@ def test_answers_outlive_the_replica_that_began_them(url: str, undisturbed: list
         victim = next(iter(replicas().values()))
         os.kill(ray.get(victim.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         assert [answer.result() for answer in answers] == undisturbed
-    assert sum(gauges(url, "dspark_reread_tokens_total")) > 0
+    assert sum(gauges(url, "dspark_requests_continued_total")) > 0
     assert wait_for(lambda: num_ready(url) == 2, seconds=300)
 
 
 def test_a_replica_that_is_taken_away_ends_what_it_began_and_gets_nothing_new(
     url: str, content: Any, undisturbed: list[dict[str, Any]]
 ) -> None:
-    rereads = sum(gauges(url, "dspark_reread_tokens_total"))
+    continued = sum(gauges(url, "dspark_requests_continued_total"))
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = begin(pool, url)
         before = set(replicas())
@@ -157,4 +185,18 @@ def test_a_replica_that_is_taken_away_ends_what_it_began_and_gets_nothing_new(
         assert [answer.result() for answer in answers] == undisturbed
     assert wait_for(lambda: len(replicas()) == 1, seconds=120)
     assert set(replicas()) < before
-    assert sum(gauges(url, "dspark_reread_tokens_total")) <= rereads  # nothing was begun again elsewhere
+    assert sum(gauges(url, "dspark_requests_continued_total")) <= continued  # nothing went on elsewhere
+
+
+def test_from_none_the_first_request_starts_a_replica_and_asking_after_health_does_not(url: str, content: Any) -> None:
+    """Deployed anew, so that its own process is asked that knows of scaling to zero."""
+    deploy(content, autoscaling_config=SCALED)
+    assert wait_for(lambda: not replicas(), seconds=300)
+    for _ in range(10):
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        assert gauges(url, "dspark_steps_total") == []
+        time.sleep(0.3)
+    assert not replicas()
+    assert ask(url)["usage"] == 24
+    assert len(replicas()) == 1
+    assert wait_for(lambda: not replicas(), seconds=300)

@@ -32,6 +32,7 @@ CONFIG: dict[str, Any] = {
     "engine": {"page_size": 16, "kv_tokens": 65536, "max_running_requests": 8},
     "limits": {"max_output_tokens": LONG, "max_concurrent_requests": 40},
     "fleet": {"enabled": True, "report_every_s": 0.05, "lease_ttl_s": 0.4},
+    "failover": {"wait_s": 1.0},  # there is one replica: what it began cannot go on elsewhere
 }
 
 
@@ -164,7 +165,7 @@ def test_the_counters_give_the_accepted_length_of_what_was_sent(url: str, client
     assert grown["dspark_rounds_total"] + grown["dspark_plain_rounds_total"] == len(rounds)
     assert grown["dspark_committed_tokens_total"] + grown["dspark_plain_rounds_total"] == sum(rounds)
     assert after["dspark_drafter_info:dspark"] == 1
-    assert after["dspark_fixed_verify_length"] == 3
+    assert "dspark_fixed_verify_length" not in after  # a curve was measured at the start
 
 
 def test_health(url: str) -> None:

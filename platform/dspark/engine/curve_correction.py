@@ -12,6 +12,7 @@ from dspark.speculation.cost_curve import CostCurve, isotonic
 
 DECAY = 0.98  # of what was seen of a size, per step of that size: the newest fifty decide
 FADE = 0.995  # of what was seen of a size, per step of any: what it knows beyond all sizes' mean does not last
+RESTED = 0.99  # of what was seen of drafting, per step without any
 FIRST_STEPS = 20.0  # steps as predicted, taken in advance
 SIZE_STEPS = 3.0  # steps that all sizes' mean weighs against those of one size
 FARTHEST = 8.0  # a step that took so many times as long, or as short, says nothing about the curve
@@ -32,7 +33,7 @@ class CurveCorrection:
     def note(self, *, num_tokens: int, num_requests: int, num_drafted: int, draft_s: float, verify_s: float) -> bool:
         """Take a step in; whether that has changed `curve`.
 
-        num_tokens: of its batch; draft_s: until all was drafted, 0 where nothing was; verify_s: all the rest of it.
+        num_tokens: of its batch; draft_s: of the drafter, 0 where nothing was drafted; verify_s: all the rest of it.
         """
         measured = self._measured
         padded = measured.padded_tokens(num_tokens)
@@ -40,6 +41,8 @@ class CurveCorrection:
         self._verifying.note(padded, verify_s, measured.smooth_verify_seconds(padded) + others_s)
         if num_drafted and measured.draft_requests:
             self._drafting.note(num_drafted, draft_s, measured.draft_seconds(num_drafted))
+        elif not num_drafted:  # or drafting that was slow once would never be tried again
+            self._drafting.rest(self._verifying.mean)
         self._num_steps += 1
         if self._num_steps % CHANGE_EVERY or not (self._verifying.has_moved or self._drafting.has_moved):
             return False
@@ -93,6 +96,12 @@ class _Factors:
             kept = 1.0 - (1.0 - DECAY) * share
             self._sums[place] = kept * self._sums[place] + share * ratio
             self._weights[place] = kept * self._weights[place] + share
+
+    def rest(self, mean: float) -> None:
+        """A step that says nothing: what was seen gives way to another mean."""
+        self._sum += (1.0 - RESTED) * (mean * self._weight - self._sum)
+        self._sums = [RESTED * total for total in self._sums]
+        self._weights = [RESTED * weight for weight in self._weights]
 
     def _shares(self, size: float) -> list[tuple[int, float]]:
         """The sizes of the table that a step of `size` tells of, and how much each."""

@@ -25,7 +25,8 @@ def load_draft_server(
     runner = paged_runner(drafter, num_pages=config.num_pages, page_size=config.page_size)
     if _device(target).startswith("cuda") and runner.kv_cache.keys:
         runner.use_attention(choose_entries(runner.kv_cache, config.page_size).entries[0].name)
-    return DraftServer(runner, identity=draft_identity(folder, target), config=config)
+    device = torch.device(_device(target))
+    return DraftServer(runner, identity=draft_identity(folder, target), config=config, device=device)
 
 
 def _dtype(target: TargetConfig) -> torch.dtype:

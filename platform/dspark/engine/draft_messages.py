@@ -136,9 +136,9 @@ def to_tensor(array: NDArray[np.generic], dtype: str) -> Tensor:
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
-def split_features(message: DraftMessage) -> list[Tensor]:
-    """The rows of each part."""
-    rows = to_tensor(message.features, message.dtype)
+def split_features(message: DraftMessage, device: torch.device) -> list[Tensor]:
+    """The rows of each part, where the drafter computes."""
+    rows = to_tensor(message.features, message.dtype).to(device)
     return list(rows.split([part.num_features for part in message.parts]))
 
 

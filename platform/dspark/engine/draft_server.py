@@ -100,12 +100,14 @@ class DraftServer:
         *,
         identity: str,
         config: DraftServerConfig,
+        device: torch.device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """runner: with room for config.num_pages pages of config.page_size tokens."""
+        """runner: with room for config.num_pages pages of config.page_size tokens, on `device`; None is the CPU."""
         self.stats = DraftServerStats()
         self.pool = PagePool(config.num_pages)
         self._runner, self._identity, self._config, self._clock = runner, identity, config, clock
+        self._device = device or torch.device("cpu")
         self._contexts: dict[Key, _Context] = {}
 
     @property
@@ -154,7 +156,7 @@ class DraftServer:
         for handle in message.closed:
             self._close((message.sender, handle))
         is_refused = set()
-        for part, features in zip(message.parts, split_features(message), strict=True):
+        for part, features in zip(message.parts, split_features(message, self._device), strict=True):
             key = (message.sender, part.handle)
             try:
                 self._extend(key, part, features)

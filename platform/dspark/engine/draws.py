@@ -73,8 +73,8 @@ class Draws:
                 token_ids=token_ids[i],
                 probs=probs.get(i),
                 confidence_logits=None if confidences is None else confidences[i],
-                support=support,
-                columns=None if support is None else columns[i],
+                support=support if i in probs else None,
+                columns=columns[i] if i in probs and support is not None else None,
             ).first(request.max_tokens)
             proposals.append(self._sparse(own, likely[i], columns[i]) if i in likely else own)
         return proposals

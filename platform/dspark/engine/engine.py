@@ -181,7 +181,9 @@ class Engine:
             self.policy.choose_copies(decoding, self._lookup)
         prefill_tokens = sum(len(work.piece.token_ids) for work in reading)
         self.policy.room = self.config.max_batch_tokens - prefill_tokens - len(decoding)
-        proposals = self._propose(decoding, wanted := self.policy.choose(decoding, prefill_tokens=prefill_tokens))
+        wanted, chosen_at = self.policy.choose(decoding, prefill_tokens=prefill_tokens), time.perf_counter()
+        proposals = self._propose(decoding, wanted)
+        draft_s = time.perf_counter() - chosen_at
         lengths = self.policy.verify_lengths(decoding, proposals, prefill_tokens=prefill_tokens)
         self.stats.schedule.add_budgets(lengths)
         works = reading + [
@@ -190,7 +192,7 @@ class Engine:
         ]
         clock_s.append(time.perf_counter())
         batch = self._target.flatten([work.piece for work in works])
-        return Launched(works, batch, self._target.run(batch), clock_s, num_drafted=sum(n > 0 for n in wanted))
+        return Launched(works, batch, self._target.run(batch), clock_s, sum(n > 0 for n in wanted), draft_s)
 
     def _finish(self, launched: Launched) -> list[StepOutput]:
         """Wait for what the target says, and commit it."""
@@ -200,8 +202,8 @@ class Engine:
         outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
         clock_s.append(time.perf_counter())
         self.stats.add_step(batch.num_tokens, clock_s)
-        self.stats.schedule.add_step(launched.predicted_seconds(self.policy.curve), clock_s[-1] - clock_s[0])
-        self.policy.note_step(launched, clock_s)
+        self.stats.schedule.add_step(launched.predicted_seconds(self.policy.measured_curve), clock_s[-1] - clock_s[0])
+        self.policy.note_step(launched, clock_s[-1] - clock_s[0])
         return outputs
 
     def _decide(

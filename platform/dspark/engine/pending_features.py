@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 MOST_VIEWS = 8
+MOST_HELD_BYTES = 32 << 20  # of a step's features, for the sake of a few rows
 MOST_BYTES = 4 << 20
 
 
@@ -32,6 +33,8 @@ class PendingFeatures:
 
     def append(self, features: Tensor) -> None:
         """Take the next rows in."""
+        if features.untyped_storage().nbytes() > MOST_HELD_BYTES:
+            features = features.clone()
         self.num_rows += features.shape[0]
         self._num_bytes += features.nbytes
         self._views.append(features)

@@ -56,7 +56,7 @@ class SpeculationPolicy:
                 "the scheduler needs a cost curve; make one with jobs/profile_engine.py, or set verify_length"
             )
         self.block_size = block_size
-        self.curve = curve
+        self.curve = self.measured_curve = curve
         self.verify_length = verify_length
         self.has_confidence = has_confidence
         self.min_gain = min_gain
@@ -163,16 +163,16 @@ class SpeculationPolicy:
             self._lagged.note(Picture(rows, self._lagged_prior.survival(self.block_size)))
         return lengths
 
-    def note_step(self, launched: Launched, clock_s: Sequence[float]) -> None:
-        """What a step took. clock_s: at its start, when all was drafted, when all was verified, at its end."""
+    def note_step(self, launched: Launched, step_s: float) -> None:
+        """What a step took from its start to its end."""
         if self._correction is None:
             return
         has_changed = self._correction.note(
             num_tokens=launched.batch.num_tokens,
             num_requests=len(launched.works),
             num_drafted=launched.num_drafted,
-            draft_s=clock_s[1] - clock_s[0],
-            verify_s=clock_s[3] - clock_s[1],
+            draft_s=launched.draft_s,
+            verify_s=step_s - launched.draft_s,
         )
         if has_changed:
             self.curve = self._correction.curve

@@ -128,6 +128,7 @@ class RemoteDraftRunner:
             return
         self._store.write(memory.table, memory.num_features, hidden)
         memory.num_features += hidden.shape[0]
+        self._collect()
         if self._pause.is_over:
             self._send_ahead([memory])
 
@@ -206,6 +207,7 @@ class RemoteDraftRunner:
         """Replies by handle. Raises: one of FAILURES without an answer, or when nothing is drafted for this engine."""
         answer = sent.answer.result(timeout_s)
         if answer.refusal is not None:
+            self._closed.difference_update(sent.closed)  # it keeps nothing of this engine
             raise DraftUnavailable(answer.refusal)
         if not self.stats.is_up:
             log.info("the draft replica answers again")
@@ -273,6 +275,7 @@ class RemoteDraftRunner:
     def _forget(self, handle: int) -> None:
         self._num_open -= 1
         self._closed.add(handle)
+        self._collect()
         if not self._num_open and all(sent.answer.done() for sent in self._ahead):
             # No step may come that would take it along. Nobody waits for this one, whether the link is down or not.
             self._ahead.append(self._post([], [], AHEAD_TIMEOUT_S))

@@ -5,8 +5,8 @@ Coarser than that of jobs/profile_engine.py, and so held to what steps are seen 
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from dspark.attention.page_pool import PagePool, PageTable
 from dspark.engine.config import EngineConfig
@@ -21,7 +21,10 @@ from dspark.speculation.cost_curve import CostCurve
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REPEATS = 3
 CONTEXT_TOKENS = 128
-MOST_SECONDS = 0.5  # of one step: larger batches are left to the curve's last slope
+MOST_SECONDS = 0.5  # of one step or call of the drafter: larger ones are left to the curve's last slope
+FEWEST_SIZES = 3
+
+S = TypeVar("S")
 
 log = logging.getLogger("dspark.engine")
 
@@ -39,21 +42,31 @@ def profile(
     limit = target.max_context_tokens or CONTEXT_TOKENS + SIZES[-1]
     most_tokens = min(config.max_batch_tokens, config.max_running_requests * (1 + block_size), limit - CONTEXT_TOKENS)
     sizes = [size for size in SIZES if size <= most_tokens]
-    drafted = 0 if neural is None else block_size + NEW_TOKENS * (REPEATS + 1) * len(SIZES)
+    drafted = 0 if neural is None else block_size + NEW_TOKENS * (REPEATS + 3) * len(SIZES)
     tables = _tables(target, config.max_running_requests, largest=max(sizes, default=1), drafted=drafted)
     if not sizes or not tables:
         return None
     timer = StepTimer(target, neural, tables, context_tokens=CONTEXT_TOKENS, seed=0)
-    shapes = []
-    for size in sizes:
-        shapes.append(BatchShape((size,)))
-        if timer.verify_s(shapes[-1]) > MOST_SECONDS:
-            break
+    shapes = _up_to_the_time([BatchShape((size,)) for size in sizes], timer.verify_s)
     counts = [size for size in sizes if size <= len(tables)]
+    counts = [] if neural is None else _up_to_the_time(counts, timer.draft_s)
     shapes += [BatchShape((1,) * shape.num_tokens) for shape in shapes if 1 < shape.num_tokens <= len(tables)]
-    samples = take_samples(timer, shapes, () if neural is None else counts, repeats=REPEATS)
+    samples = take_samples(timer, shapes, counts, repeats=REPEATS)
+    curve = samples.curve(fingerprint)
     log.info("measured a cost curve of %d points in %.1f s", len(shapes), time.perf_counter() - started)
-    return samples.curve(fingerprint)
+    # One without a rise would call every draft token free.
+    return curve if len(curve.batch_tokens) >= FEWEST_SIZES and curve.verify_s[-1] > curve.verify_s[0] else None
+
+
+def _up_to_the_time(sizes: list[S], seconds: Callable[[S], float]) -> list[S]:
+    """The sizes up to the first that takes too long, twice measured: the first time may have something to prepare."""
+    kept = []
+    for size in sizes:
+        kept.append(size)
+        seconds(size)
+        if seconds(size) > MOST_SECONDS:
+            break
+    return kept
 
 
 def _tables(target: Target, most: int, *, largest: int, drafted: int) -> list[PageTable]:

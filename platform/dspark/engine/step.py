@@ -41,6 +41,7 @@ class StepOutput:
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     num_drafted: int = 0
+    draft_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Work:
     piece: Piece
     proposal: Proposal | None
     num_drafted: int = 0
+    draft_s: float = 0.0
 
     @property
     def yields_token(self) -> bool:
@@ -68,13 +70,14 @@ class Work:
 @dataclass(frozen=True)
 class Launched:
     """A step that the target has begun with. clock_s: at its start, and when all was drafted. num_drafted: requests
-    that the drafter was asked for."""
+    that the drafter was asked for, which took draft_s."""
 
     works: list[Work]
     batch: FlatBatch
     output: TargetOutput
     clock_s: list[float]
     num_drafted: int = 0
+    draft_s: float = 0.0
 
     def predicted_seconds(self, curve: CostCurve | None) -> float | None:
         """What the curve says of the whole step, drafting included; None without one."""

@@ -21,15 +21,19 @@ class Admission:
         self._clock = clock
         self._endings: deque[float] = deque()
 
-    def refusal(self, *, num_new: int, num_open: int, num_waiting: int) -> Refusal | None:
-        """Why so many more choices are not taken, or None. num_waiting: of the open ones, those that do not run yet."""
+    def refusal(self, *, num_new: int, num_open: int, max_running: int) -> Refusal | None:
+        """Why so many more choices are not taken, or None. max_running: those that run at once.
+
+        Those that wait although there is room for them will not wait long: what has to end first is what is over it.
+        """
         most, most_s = self._limits.max_concurrent_requests, self._limits.max_wait_s
         if num_open + num_new > most:
             return self._busy(f"{most} requests are running or waiting", (num_open + num_new - most))
-        wait_s = self.wait_s(num_waiting)
+        num_before = max(0, num_open + num_new - max_running)
+        wait_s = self.wait_s(num_before)
         if most_s is not None and wait_s is not None and wait_s > most_s:
             message = f"a request would wait about {math.ceil(wait_s)} s; at most {most_s:g} s are allowed"
-            return self._busy(message, math.ceil(num_waiting * (1 - most_s / wait_s)))
+            return self._busy(message, math.ceil(num_before * (1 - most_s / wait_s)))
         return None
 
     def ended(self, num_choices: int) -> None:

@@ -91,6 +91,7 @@ def draft_deployment(settings: DraftReplicasConfig) -> Deployment:
         request_router_config=RequestRouterConfig.model_validate(
             {"request_router_class": BY_SESSION, "request_router_kwargs": {"num_fallback_replicas": 0}}
         ),
+        logging_config={"enable_access_log": False},  # a line per step of every engine
     )(DraftReplica)
 
 

@@ -9,15 +9,23 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+
+import ray
 
 from dspark.engine.draft_loading import load_draft_server
 from dspark.engine.draft_messages import DraftAnswer, DraftMessage
 from dspark.engine.draft_server import DraftServer
 from dspark.engine.drafter_folder import is_drafter_folder
-from dspark.errors import DsparkError
+from dspark.errors import DsparkError, one_line
 from dspark.serving.config import ServeConfig
+from dspark.serving.scheduler_actor import offer_drafter
+from dspark.speculation.fleet import DraftSupply
+
+OFFERS_PER_LEASE = 4
+LEAST_BATCHES = 50  # that make a pace
 
 log = logging.getLogger("dspark")
 
@@ -132,6 +140,7 @@ class DraftReplica:
         assert settings is not None, "a draft replica is deployed only where draft_replicas are configured"
         folder = str(config.drafter)
         self._loop: DraftLoop | None = None
+        self._stopping = threading.Event()
         if not is_drafter_folder(folder):
             self._nothing = f"no trained drafter at {folder}; train one with python jobs/train.py"
             log.warning("%s: this draft replica drafts nothing", self._nothing)
@@ -139,7 +148,28 @@ class DraftReplica:
         server = load_draft_server(config.target, folder, config=settings.contexts, num_threads=settings.threads)
         self._loop = DraftLoop(server)
         self._loop.start()
+        if config.fleet.enabled and ray.is_initialized():
+            threading.Thread(target=self._offer, args=(config,), name="offers", daemon=True).start()
         log.info("drafting for %s with %s", config.target.name, folder)
+
+    def _offer(self, config: ServeConfig) -> None:
+        """Tell the fleet scheduler again and again what this replica can do; it may be missing in any way."""
+        name = uuid.uuid4().hex
+        while not self._stopping.wait(config.fleet.lease_ttl_s / OFFERS_PER_LEASE):
+            try:
+                supply = self._supply()
+                if supply is not None:
+                    offer_drafter(config.fleet, name, supply)
+            except Exception as error:
+                log.debug("no offer: %s: %s", type(error).__name__, one_line(error))
+
+    def _supply(self) -> DraftSupply | None:
+        """Blocks per second of drafting, in calls of the size that it gets; None before that is known."""
+        assert self._loop is not None
+        stats = self._loop.server.stats
+        if stats.batches < LEAST_BATCHES:
+            return None
+        return DraftSupply(stats.drafted / stats.draft_s)
 
     async def draft(self, message: DraftMessage) -> DraftAnswer:
         """The answer to an engine's message. Raises: DraftReplicaStopped."""
@@ -160,7 +190,8 @@ class DraftReplica:
             self._loop.check()
 
     def close(self) -> None:
-        """Stop the thread; what waits ends with an error."""
+        """Stop the threads; what waits ends with an error."""
+        self._stopping.set()
         if self._loop is not None:
             self._loop.stop()
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -119,7 +119,7 @@ class EngineLoop:
         endings: dict[str, FinishReason] = {}
         otherwise = "abort"
         try:
-            async with contextlib.aclosing(self._outputs(receiver, num_open=len(requests))) as outputs:
+            async with contextlib.aclosing(self._outputs(receiver, requests)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is not None:
                         endings[output.request_id] = output.finish_reason
@@ -150,8 +150,11 @@ class EngineLoop:
         self._send(command)
         await asyncio.wrap_future(command.done)
 
-    async def _outputs(self, receiver: _Receiver, *, num_open: int) -> AsyncGenerator[StepOutput, None]:
-        started = time.monotonic()
+    async def _outputs(
+        self, receiver: _Receiver, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[StepOutput, None]:
+        started, num_open = time.monotonic(), len(requests)
+        continued = {request.request_id for request in requests if request.output_ids}  # their first token was told
         newest: dict[str, float] = {}
         while num_open:
             item = await receiver.items.get()
@@ -159,7 +162,9 @@ class EngineLoop:
                 raise item
             now, name = time.monotonic(), item.request_id
             self._metrics.count_tokens(
-                len(item.token_ids), now - newest.get(name, started), is_first=name not in newest
+                len(item.token_ids),
+                now - newest.get(name, started),
+                is_first=name not in newest and name not in continued,
             )
             newest[name] = now
             num_open -= item.finish_reason is not None

@@ -92,8 +92,8 @@ class FleetLink:
 
     def _accept(self, lease: Lease, sent_at: float) -> None:
         with self._changing:
-            if lease.epoch < self._newest_epoch:
-                return
+            if lease.epoch < self._newest_epoch and self._lease is not None:
+                return  # of a life of the actor that is over; without a lease its clock may just be behind
             if self._lease is None:
                 log.info("attached to the fleet scheduler")
             self._newest_epoch = lease.epoch
@@ -121,7 +121,7 @@ class LoadMeter:
         self._step_s = 0.0
         self._drift = 1.0
         self._prefill_tokens = 0.0
-        curve = engine.policy.curve
+        curve = engine.policy.measured_curve
         self._curve_id = "" if curve is None else fingerprint(curve.to_dict())
 
     def report(self, sequence: int, with_curve: bool = False) -> ReplicaReport:
@@ -142,7 +142,7 @@ class LoadMeter:
             sequence=sequence,
             groups=summarise(rows),
             curve_id=self._curve_id,
-            curve=engine.policy.curve if with_curve else None,
+            curve=engine.policy.measured_curve if with_curve else None,
             step_s=self._step_s,
             drift=self._drift,
             prefill_tokens=self._prefill_tokens,

@@ -86,6 +86,8 @@ class ReplicaClient:
             is_ended = True
         except BackPressureError:  # those that Serve keeps are as many as a replica takes
             yield Refusal(429, "too many requests are waiting; try again later", code="rate_limit_exceeded")
+        except DeploymentUnavailableError as error:
+            raise ReplicaLost("there is no replica, and none can be started") from error
         except RayError as error:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError):
                 log.exception("request %s: the replica failed", request_id)
@@ -103,6 +105,8 @@ async def _answered(response: Awaitable[Any]) -> Any:
         return await response
     except BackPressureError:
         return Refusal(429, "too many requests are waiting; try again later", code="rate_limit_exceeded")
-    except RayError:
+    except (RayError, DeploymentUnavailableError) as error:
         log.exception("a replica failed")
+        if isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError):
+            return Refusal(500, "internal error; the server's log has the details", code="internal_error")
         return Refusal(503, "the replica that worked on this request failed; try again", code="replica_failed")

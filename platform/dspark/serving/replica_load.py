@@ -69,8 +69,8 @@ class ReplicaLoad:
         self._seen = self._counters()
         self._mean: Measured | None = None
 
-    def routing_stats(self) -> dict[str, float]:
-        """`token_s` of one more request now, with `num_open` open. {} until something was measured."""
+    def routing_stats(self, num_calls: int) -> dict[str, float]:
+        """`token_s` of one more request now, with so many calls open. {} until something was measured."""
         mean, engine = self._look(), self._engine
         if mean is None:
             return {}
@@ -81,7 +81,7 @@ class ReplicaLoad:
             max_running=engine.config.max_running_requests,
             tokens_per_step=mean.tokens_per_step,
         )
-        return {"token_s": _rounded(cost), "num_open": float(engine.num_running + engine.num_waiting)}
+        return {"token_s": _rounded(cost), "num_calls": float(num_calls)}
 
     def capacity(self, min_tokens_per_s: float | None) -> float:
         """Requests that the engine can carry at once: as many as memory holds, and as get their tokens per second."""

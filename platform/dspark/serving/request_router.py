@@ -11,7 +11,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from ray.serve.request_router import (
-    FIFOMixin,
     PendingRequest,
     ReplicaID,
     ReplicaResult,
@@ -77,14 +76,14 @@ class PromptPrefixes(Generic[R]):
 def token_cost(stats: Mapping[str, Any], num_ongoing: int | None) -> float | None:
     """Seconds that a token of one more request costs at a replica; None where it has not said yet.
 
-    stats: `token_s` as it was with `num_open` requests there, see `ReplicaLoad`. num_ongoing: requests there now: the
+    stats: `token_s` as it was with `num_calls` calls open there, see `ReplicaLoad`. num_ongoing: calls there now: the
     cost is taken to grow with them, until the replica says how it does.
     """
     if "token_s" not in stats:
         return None
-    num_open = float(stats.get("num_open", 0))
-    num_now = num_open if num_ongoing is None else float(num_ongoing)
-    return float(stats["token_s"]) * (1 + num_now) / (1 + num_open)
+    num_then = float(stats.get("num_calls", 0))
+    num_now = num_then if num_ongoing is None else float(num_ongoing)
+    return float(stats["token_s"]) * (1 + num_now) / (1 + num_then)
 
 
 def ranked(costs: Mapping[R, float | None], affine: R | None, *, most_imbalance: float, draw: random.Random) -> list[R]:
@@ -104,8 +103,11 @@ def ranked(costs: Mapping[R, float | None], affine: R | None, *, most_imbalance:
     return order
 
 
-class TargetRouter(FIFOMixin, RequestRouter):
-    """Serve's request router for target replicas; its kwargs are a RoutingConfig."""
+class TargetRouter(RequestRouter):
+    """Serve's request router for target replicas; its kwargs are a RoutingConfig.
+
+    A replica that was chosen for a request goes to it: Serve's FIFOMixin would give it to whoever waits longest.
+    """
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._config = build_config(RoutingConfig, kwargs, source="request_router_kwargs")

@@ -117,6 +117,8 @@ class FleetScheduler:
             del self._heard[name]
             self._reports.pop(name, None)
             self._supplies.pop(name, None)
+        named = {one.curve_id for one in self._reports.values()}
+        self._curves = {curve_id: curve for curve_id, curve in self._curves.items() if curve_id in named}
         reports = [replace(one, curve=self._curves.get(one.curve_id)) for one in self._reports.values()]
         self._shares = allocate_shares(reports, self._supply(), self._minimum)
         self._shared_at = now

@@ -14,13 +14,15 @@ from ray.serve.handle import DeploymentHandle
 
 from dspark.chat import ChatConfig
 from dspark.config import build_config
+from dspark.engine.drafter_folder import NGRAM, WITHOUT_FOLDER
 from dspark.engine.engine import Engine
 from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.engine.request import GenerationRequest
 from dspark.engine.step import StepOutput
-from dspark.errors import DsparkError, one_line
+from dspark.errors import one_line
 from dspark.serving.admission import Admission
+from dspark.serving.background_resolver import BackgroundResolver
 from dspark.serving.config import HotConfig, ServeConfig
 from dspark.serving.draft_link import ServeDraftLink
 from dspark.serving.engine_client import ENGINE_STOPPED, Continuation, Delta
@@ -63,8 +65,11 @@ class TargetReplica:
         self._limits = config.limits
         self._admission = Admission(config.limits)
         self._swaps = {"done": 0, "refused": 0}
-        self._drafter = config.drafter
+        self._num_continued = 0
+        self._num_calls = 0
         self._use(self._load_engine(config.drafter, None))
+        is_stand_in = self.loaded.provenance is None and config.drafter not in WITHOUT_FOLDER
+        self._drafter = NGRAM if is_stand_in else config.drafter
         engine = self.loaded.engine
         self._metrics = ReplicaMetrics()
         self._fleet = None
@@ -88,11 +93,13 @@ class TargetReplica:
         Closing it frees all.
         """
         try:
-            resolved = self._admit(request_id, request, continuation)
+            resolved = await self._admit(request_id, request, continuation)
         except RequestRefused as refused:
             self._metrics.count_refusal(refused.refusal.status)
             yield refused.refusal
             return
+        self._num_continued += continuation is not None
+        self._num_calls += 1
         index = {choice.request_id: choice.choice for choice in resolved}
         outputs = self._loop.generate(*resolved, timeout_s=self._limits.request_timeout_s)
         prompt_ids = resolved[0].prompt_ids if request.return_token_ids else None
@@ -119,21 +126,16 @@ class TargetReplica:
         except EngineStopped as error:
             yield Refusal(503, error.message, code=ENGINE_STOPPED)
         finally:
+            self._num_calls -= 1
             self._admission.ended(len(resolved))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
         """The ids that a prompt becomes."""
-        try:
-            return self._resolver.tokenize(request)
-        except RequestRefused as refused:
-            return refused.refusal
+        return await self._resolver.tokenize(request)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer | Refusal:
         """The text of ids."""
-        try:
-            return self._resolver.detokenize(request)
-        except RequestRefused as refused:
-            return refused.refusal
+        return await self._resolver.detokenize(request)
 
     async def metrics(self) -> "list[Metric]":
         """Metric families, each sample with this replica's id."""
@@ -142,11 +144,13 @@ class TargetReplica:
 
     async def record_routing_stats(self) -> dict[str, float]:
         """What Serve tells the request router of this replica."""
-        return self._load.routing_stats()
+        return self._load.routing_stats(self._num_calls)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve tells the autoscaling policy of this replica."""
-        return {CAPACITY: self._load.capacity(self._config.scaling.min_tokens_per_s)}
+        calls_per_choice = self._num_calls / max(1, self._loop.num_open) if self._num_calls else 1.0
+        capacity = self._load.capacity(self._config.scaling.min_tokens_per_s)
+        return {CAPACITY: capacity * min(1.0, calls_per_choice)}  # in calls: those are what Serve counts
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's name for a change of the deployment file's `user_config`, a HotConfig, while the replica runs.
@@ -154,13 +158,7 @@ class TargetReplica:
         Streams pause until another drafter is loaded, and go on with it. One that does not fit is refused: the log and
         /metrics say so, and all goes on with the one before.
         """
-        drafter = build_config(HotConfig, user_config, source="user_config").drafter
-        if drafter == self._drafter:
-            return
-        if self._remote is not None:
-            self._swaps["refused"] += 1
-            log.error("drafter %s is refused: draft replicas have their own; deploy them anew with it", drafter)
-            return
+        named = str(user_config.get("drafter"))
         made: list[LoadedEngine] = []
 
         def make() -> Engine:
@@ -168,10 +166,15 @@ class TargetReplica:
             return made[0].engine
 
         try:
+            drafter = build_config(HotConfig, user_config, source="user_config").drafter
+            if drafter == self._drafter:
+                return
+            if self._remote is not None:
+                raise ValueError("draft replicas have their own; change args.drafter and deploy anew")
             await self._loop.replace_engine(make)
-        except (DsparkError, ValueError, OSError, RuntimeError) as error:  # no memory is a RuntimeError
+        except Exception as error:  # whatever it is: one that leaves here ends this replica, and the next one as well
             self._swaps["refused"] += 1
-            log.error("drafter %s is refused, %s goes on: %s", drafter, self._drafter, one_line(error))
+            log.error("drafter %s is refused, %s goes on: %s", named, self._drafter, one_line(error))
             return
         self._swaps["done"] += 1
         self._drafter = drafter
@@ -213,13 +216,14 @@ class TargetReplica:
         self.loaded = loaded
         self._load = ReplicaLoad(loaded.engine, loaded.engine.policy.curve)
         self._meter = LoadMeter(loaded.engine, self.id)
-        self._resolver = RequestResolver(loaded, _chat(self._config, loaded), self._limits)
-        self._token_texts = TokenTexts(self._resolver.tokenizer)
+        resolver = RequestResolver(loaded, _chat(self._config, loaded), self._limits)
+        self._resolver = BackgroundResolver(resolver, most_texts=self._limits.max_concurrent_requests)
+        self._token_texts = TokenTexts(resolver.tokenizer)
 
     def _report(self, sequence: int, with_curve: bool) -> ReplicaReport:
         return self._meter.report(sequence, with_curve)
 
-    def _admit(
+    async def _admit(
         self, request_id: str, request: GenerateRequest, continuation: Continuation | None
     ) -> list[GenerationRequest]:
         """An engine request per choice that has not ended: they differ in their noise, and in what they have so far."""
@@ -228,11 +232,13 @@ class TargetReplica:
             raise RequestRefused.of(f"n is {request.n}; this server allows {most}", param="n")
         output_ids = dict.fromkeys(range(request.n), ()) if continuation is None else continuation.output_ids
         refusal = self._admission.refusal(
-            num_new=len(output_ids), num_open=self._loop.num_open, num_waiting=self.loaded.engine.num_waiting
+            num_new=len(output_ids),
+            num_open=self._loop.num_open + self._resolver.num_resolving,
+            max_running=self.loaded.engine.config.max_running_requests,
         )
         if refusal is not None:
             raise RequestRefused(refusal)
-        resolved = self._resolver.resolve(request_id, request)
+        resolved = await self._resolver.resolve(request_id, request, num_choices=len(output_ids))
         return [
             replace(resolved, request_id=f"{request_id}-{choice}", choice=choice, output_ids=ids)
             for choice, ids in output_ids.items()
@@ -244,6 +250,8 @@ class TargetReplica:
         families = [gauge("drafter_info", "The drafter in use.", 1, {"kind": engine.drafter_kind})]
         if self._remote is not None and self.loaded.provenance is not None:
             families += draft_link_families(self._remote.stats)
+        text = "Answers that another replica began and this one went on with."
+        families.append(counter("requests_continued", text, self._num_continued))
         for outcome, number in self._swaps.items():
             text = "Drafters that were to take the running one's place."
             families.append(counter("drafter_swaps", text, number, {"outcome": outcome}))

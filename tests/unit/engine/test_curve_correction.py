@@ -54,6 +54,15 @@ def test_what_was_seen_of_a_size_long_ago_gives_way_to_what_all_sizes_show() -> 
     assert correction.curve.verify_seconds(8) == pytest.approx(1.4, rel=0.03)
 
 
+def test_drafting_that_was_slow_for_a_while_is_not_held_to_it_once_it_has_stopped() -> None:
+    correction = CurveCorrection(MEASURED)
+    note(correction, verifying=1.0, drafting=4.0)
+    assert correction.curve.draft_seconds(8) > 1.0
+    for _ in range(1000):
+        correction.note(num_tokens=8, num_requests=8, num_drafted=0, draft_s=0.0, verify_s=1.4 + 7 * 0.05)
+    assert correction.curve.draft_seconds(8) == pytest.approx(0.3, rel=0.05)
+
+
 def test_a_curve_that_is_right_stays_as_it_is() -> None:
     correction = CurveCorrection(MEASURED)
     note(correction, verifying=1.0, drafting=1.0)

@@ -24,8 +24,8 @@ def at_pace(one: Admission, clock: Clock, *, per_s: float, seconds: int) -> None
         one.ended(1)
 
 
-def refused(one: Admission, *, num_open: int, num_waiting: int = 0, num_new: int = 1) -> Refusal:
-    refusal = one.refusal(num_new=num_new, num_open=num_open, num_waiting=num_waiting)
+def refused(one: Admission, *, num_open: int, num_new: int = 1, max_running: int = 8) -> Refusal:
+    refusal = one.refusal(num_new=num_new, num_open=num_open, max_running=max_running)
     assert refusal is not None
     assert refusal.status == 429
     return refusal
@@ -33,8 +33,8 @@ def refused(one: Admission, *, num_open: int, num_waiting: int = 0, num_new: int
 
 def test_no_more_than_so_many_at_once() -> None:
     one = admission(Clock())
-    assert one.refusal(num_new=1, num_open=9, num_waiting=0) is None
-    assert one.refusal(num_new=4, num_open=6, num_waiting=0) is None
+    assert one.refusal(num_new=1, num_open=9, max_running=8) is None
+    assert one.refusal(num_new=4, num_open=6, max_running=8) is None
     assert "10 requests are running or waiting" in refused(one, num_open=10).message
     assert refused(one, num_open=7, num_new=4).retry_after_s == 1
 
@@ -42,19 +42,26 @@ def test_no_more_than_so_many_at_once() -> None:
 def test_nobody_waits_longer_than_is_allowed_at_the_pace_of_lately() -> None:
     clock = Clock()
     one = admission(clock, max_wait_s=3.0, max_concurrent_requests=100)
-    assert one.refusal(num_new=1, num_open=90, num_waiting=80) is None  # no pace is known
+    assert one.refusal(num_new=1, num_open=90, max_running=8) is None  # no pace is known
     at_pace(one, clock, per_s=2, seconds=10)
-    assert one.refusal(num_new=1, num_open=9, num_waiting=5) is None
-    refusal = refused(one, num_open=20, num_waiting=12)
+    assert one.refusal(num_new=1, num_open=12, max_running=8) is None
+    refusal = refused(one, num_open=19)
     assert "would wait about 6 s; at most 3 s" in refusal.message
     assert refusal.retry_after_s == 3  # until six of the twelve have ended
+
+
+def test_those_for_whom_there_is_room_do_not_wait_whatever_the_pace() -> None:
+    clock = Clock()
+    one = admission(clock, max_wait_s=3.0, max_concurrent_requests=100)
+    at_pace(one, clock, per_s=1, seconds=28)
+    assert one.refusal(num_new=4, num_open=28, max_running=32) is None
 
 
 def test_without_a_longest_wait_only_the_number_counts() -> None:
     clock = Clock()
     one = admission(clock)
     at_pace(one, clock, per_s=1, seconds=20)
-    assert one.refusal(num_new=1, num_open=9, num_waiting=9) is None
+    assert one.refusal(num_new=1, num_open=9, max_running=1) is None
 
 
 def test_a_pace_is_forgotten() -> None:

@@ -90,7 +90,7 @@ def test_a_text_tells_its_turns_apart() -> None:
 
 
 def test_a_cost_grows_with_what_came_since_it_was_told() -> None:
-    stats = {"token_s": 0.1, "num_open": 3.0}
+    stats = {"token_s": 0.1, "num_calls": 3.0}
     assert token_cost(stats, None) == token_cost(stats, 3) == 0.1
     assert token_cost(stats, 7) == pytest.approx(0.2)
     assert token_cost({}, 7) is None
@@ -128,7 +128,7 @@ def test_load_is_spread_as_evenly_as_costs_say() -> None:
     draw = random.Random(1)
     for _ in range(300):
         costs: dict[str, float | None] = {
-            name: token_cost({"token_s": base, "num_open": 0}, num_open[name])
+            name: token_cost({"token_s": base, "num_calls": 0}, num_open[name])
             for name, base in (("x", 1.0), ("y", 2.0))
         }
         num_open[ranked(costs, None, most_imbalance=1.5, draw=draw)[0]] += 1
@@ -150,7 +150,7 @@ def test_serves_router_sends_a_prompt_back_to_where_it_was_read() -> None:
     async def run() -> None:
         router = TargetRouter(DeploymentID("TargetReplica", "app"), DeploymentHandleSource.REPLICA)
         router.initialize_state(**RoutingConfig(piece_characters=PIECE).model_dump())
-        replicas = [replica(name, token_s=1.0, num_open=0.0) for name in "xyz"]
+        replicas = [replica(name, token_s=1.0, num_calls=0.0) for name in "xyz"]
         for number in range(12):
             asked = pending(f"prompt {number} and more")
             chosen = await router.choose_replicas(replicas, asked)

@@ -112,10 +112,17 @@ def joined(parts: list[Any]) -> dict[str, list[Any]]:
     return lists
 
 
-def test_a_chat_goes_on_too(replicas: list[TargetReplica]) -> None:
+def num_continued(replicas: list[TargetReplica]) -> float:
+    samples = [s for one in replicas for family in asyncio.run(one.metrics()) for s in family.samples]
+    return sum(sample.value for sample in samples if sample.name == "dspark_requests_continued_total")
+
+
+def test_a_chat_goes_on_too_and_is_counted(replicas: list[TargetReplica]) -> None:
+    before = num_continued(replicas)
     alone = post(replicas[0], CHAT, chat()).json()
     mortal: Any = MortalReplicas(replicas, (2,))
     assert without_names(post(mortal, CHAT, chat()).json()) == without_names(alone)
+    assert num_continued(replicas) == before + 1
 
 
 def test_choices_that_ended_are_not_made_again(replicas: list[TargetReplica]) -> None:
