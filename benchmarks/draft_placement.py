@@ -111,7 +111,7 @@ def connect(options: Any, *, kv_tokens: int) -> RemoteDrafts:
     ray.init(address="local", _temp_dir=tempfile.mkdtemp(), num_cpus=LOGICAL_CPUS, include_dashboard=False)
     serve.start(proxy_location="Disabled")
     handle = serve.run(draft_deployment(config.draft_replicas).bind(config), route_prefix=None)
-    return RemoteDrafts(ServeDraftLink(handle, "benchmark"), "benchmark", config.draft_replicas.link)
+    return RemoteDrafts(ServeDraftLink(handle, 0), "benchmark", config.draft_replicas.link)
 
 
 def row_of(

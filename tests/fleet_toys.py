@@ -3,9 +3,11 @@
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
+from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.fleet import DraftSupply, ReplicaReport, RequestGroup, Share
 from scheduling_toys import random_curve
 
@@ -38,7 +40,19 @@ def step_seconds(plan: Plan, report: ReplicaReport) -> float:
     assert report.curve is not None
     tokens = len(plan) + sum(length or 0 for length in plan) + report.prefill_tokens
     others_s = (len(plan) - 1) * report.curve.request_s
-    return report.drift * (report.curve.verify_seconds(tokens) + others_s + report.curve.draft_seconds(drafted(plan)))
+    return report.drift * (
+        _verify_seconds(report.curve, tokens) + others_s + _draft_seconds(report.curve, drafted(plan))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _verify_seconds(curve: CostCurve, tokens: float) -> float:
+    return curve.verify_seconds(tokens)
+
+
+@lru_cache(maxsize=4096)
+def _draft_seconds(curve: CostCurve, requests: int) -> float:
+    return curve.draft_seconds(requests)
 
 
 def drafted(plan: Plan) -> int:

@@ -99,6 +99,7 @@ class RemoteDraftRunner:
         self._ahead: deque[_Sent] = deque()  # that nobody waits for
         self._closed: set[int] = set()
         self._num_messages = self._num_handles = self._num_open = 0
+        self._ahead.append(self._post([], [], AHEAD_TIMEOUT_S))  # so that the way is open before a step waits for it
 
     def deadline_s(self, num_requests: int) -> float:
         """Seconds that a step waits for so many proposals."""
@@ -128,9 +129,10 @@ class RemoteDraftRunner:
             return
         self._store.write(memory.table, memory.num_features, hidden)
         memory.num_features += hidden.shape[0]
-        self._collect()
-        if self._pause.is_over:
-            self._send_ahead([memory])
+        if memory.num_behind > MAX_TOKENS_BESIDE:
+            self._collect()
+            if self._pause.is_over:
+                self._send_ahead([memory])
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         if not requests:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dspark.engine.policy import NUM_AHEAD
+from dspark.evaluation.simulated_estimates import Estimates
 from dspark.evaluation.simulated_results import FleetResult, Windows
 from dspark.evaluation.simulated_rounds import RoundPool
 from dspark.evaluation.simulated_rules import (
@@ -32,7 +34,6 @@ from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.fleet import FREE, DraftSupply, ReplicaReport, Share, allocate_shares, summarise
 
 SLICE = 0.2  # of the shortest step: replicas that begin one within it do so together
-ESTIMATE_WEIGHT = 0.1  # of a block in what is expected of a request's next one, as `engine/estimates.py`
 MEASURED_WEIGHT = 0.05  # of a step in what drafting is expected to cost beside the curve
 LAG = 2
 
@@ -99,7 +100,7 @@ class FleetSimulator:
         self._is_active = np.zeros(shape, dtype=np.bool_)
         self._answer, self._round, self._offset = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         self._unread, self._left = (np.zeros(shape, dtype=np.int64) for _ in range(2))
-        self._expected = np.tile(pool.mean_survival, (*shape, 1))
+        self._estimates = Estimates(num, places, pool.block_size)
         self._waiting = np.zeros(num, dtype=np.int64)
         self._next_arrival = np.zeros(num)
         self._wait_s = np.zeros(num)
@@ -138,18 +139,21 @@ class FleetSimulator:
             drift=np.full(len(rows), self.setup.drift),
             wait_s=self._wait_s[rows] if self.policy.sees_wait else np.zeros(len(rows)),
         )
-        drafted = self._choose(rows, decoding, costs)
-        survival, stands = self.pool.drafts(self._round[rows], self._offset[rows])
-        survival = np.where(drafted[..., None], survival, 0.0)
+        widths = self._choose(rows, decoding, costs)
+        seen, stands = self.pool.drafts(self._round[rows], self._offset[rows])
+        is_drafted = np.arange(self.pool.block_size) < widths[..., None]
+        survival = np.where(is_drafted, self._estimates.corrected(rows, seen), 0.0)
+        drafted = widths > 0
         num_drafted = drafted.sum(axis=1)
         wait_s = self._wait(rows, num_drafted)
-        lengths = self._allocate(rows, decoding, survival, costs, num_drafted)
+        lengths = self._allocate(rows, decoding, survival, costs, num_drafted, is_final=True)
         real = Costs(costs.curve, costs.tokens, costs.requests, costs.drift, wait_s)
         step_s = real.padded_seconds(lengths.sum(axis=1)[:, None])[:, 0] + real.draft_seconds(num_drafted)
         predicted_s = step_s - np.where(num_drafted > 0, wait_s, 0.0)
         self._drift[rows] += MEASURED_WEIGHT * (self.setup.drift * step_s / predicted_s - self._drift[rows])
         accepted = np.minimum(lengths, stands)
-        self._learn(rows, drafted, survival)
+        self._estimates.observe(rows, survival, is_drafted)
+        self._estimates.learn(rows, seen, lengths, accepted)
         is_first = (read > 0) & (self._unread[rows] == 0)
         tokens = np.minimum(np.where(decoding, accepted + 1, 0) + is_first, self._left[rows])
         moved = np.where(decoding, accepted + 1, 0)
@@ -162,24 +166,32 @@ class FleetSimulator:
         ended = self._is_active[rows] & (self._left[rows] <= 0)
         self._is_active[rows] &= ~ended
 
-    def _choose(self, rows: Indices, decoding: Flags, costs: Costs) -> Flags:
-        """Whom to draft for."""
+    def _choose(self, rows: Indices, decoding: Flags, costs: Costs) -> Indices:
+        """Slots to draft, [n, R]: a few beyond those that past rounds make worth verifying, where that is decided."""
         if self.policy.kind == "static":
-            return decoding & (self.policy.length > 0)
+            return np.where(decoding, self.policy.length, 0)
         if self.policy.kind == "threshold":
-            return decoding
+            return np.where(decoding, self.pool.block_size, 0)
         weights = self._weights(rows)
-        expected = np.where(decoding[..., None], self._expected[rows], 0.0)
+        expected = np.where(decoding[..., None], self._estimates.survival(rows), 0.0)
         bounds = [share.max_drafted for share in self._shares_of(rows)]
         most = np.array([np.inf if bound is None else float(bound) for bound in bounds])
         tau = (weights * decoding).sum(axis=1)
-        chosen = choose_drafted(expected, weights, tau, costs, most=most, min_gain=self.policy.min_gain)
-        return chosen & decoding
+        chosen = choose_drafted(expected, weights, tau, costs, most=most, min_gain=self.policy.min_gain) & decoding
+        lengths = self._allocate(rows, decoding, np.where(chosen[..., None], expected, 0.0), costs, chosen.sum(axis=1))
+        return np.where(chosen, np.minimum(lengths + NUM_AHEAD, self.pool.block_size), 0)
 
     def _allocate(
-        self, rows: Indices, decoding: Flags, survival: Floats, costs: Costs, num_drafted: Indices
+        self,
+        rows: Indices,
+        decoding: Flags,
+        survival: Floats,
+        costs: Costs,
+        num_drafted: Indices,
+        *,
+        is_final: bool = False,
     ) -> Indices:
-        """Draft tokens to verify."""
+        """Draft tokens to verify. is_final: of this step's own drafts, not of what is expected of them."""
         if self.policy.kind == "static":
             return np.where(survival[..., 0] > 0, self.policy.length, 0)
         if self.policy.kind == "threshold":
@@ -189,7 +201,7 @@ class FleetSimulator:
         shares = self._shares_of(rows)
         capacity = np.array([np.inf if share.capacity is None else share.capacity for share in shares])
         floor = np.array([float(share.floor) for share in shares])
-        if self.policy.kind == "lagged":
+        if is_final and self.policy.kind == "lagged":
             known = np.isfinite(self._totals[0, rows])
             capacity = np.where(known, self._totals[0, rows], np.inf)
             floor = np.where(known, self._totals[0, rows], 0.0)
@@ -208,11 +220,6 @@ class FleetSimulator:
         self._wait_s[idle] *= 1.0 - MEASURED_WEIGHT / 10
         return wait_s
 
-    def _learn(self, rows: Indices, drafted: Flags, survival: Floats) -> None:
-        """Expectations move towards what was just seen of a block."""
-        moved = self._expected[rows] + ESTIMATE_WEIGHT * (survival - self._expected[rows])
-        self._expected[rows] = np.where(drafted[..., None], moved, self._expected[rows])
-
     def _admit_requests(self, rows: Indices) -> None:
         """Fill places with requests that wait; in a closed loop all of them."""
         vacant = self._exists[rows] & ~self._is_active[rows]
@@ -226,7 +233,7 @@ class FleetSimulator:
         answers = self._rng.integers(len(self.pool.first), size=len(where[0]))
         self._answer[where], self._round[where], self._offset[where] = answers, self.pool.first[answers], 0
         self._unread[where], self._left[where] = self.setup.prompt_tokens, self.pool.tokens[answers]
-        self._expected[where] = self.pool.mean_survival
+        self._estimates.reset(where)
         self._is_active[where] = True
 
     def _arrive(self, rows: Indices) -> None:
@@ -260,8 +267,9 @@ class FleetSimulator:
         """What the scheduler's actor does with the newest reports."""
         setup = self.setup
         reports = []
+        expected = self._estimates.survival(np.arange(len(self._tier)))
         for i, (active, tiers) in enumerate(zip(self._is_active, self._tier, strict=True)):
-            rows = [(int(tiers[r]), self._expected[i, r].tolist()) for r in np.flatnonzero(active)]
+            rows = [(int(tiers[r]), expected[i, r].tolist()) for r in np.flatnonzero(active)]
             groups = summarise(rows)
             reports.append(ReplicaReport(str(i), 1, groups, "curve", setup.curve, drift=float(self._drift[i])))
         supply = setup.supply

@@ -13,12 +13,13 @@ from dspark.config import build_config
 from dspark.engine.drafter_folder import WITHOUT_FOLDER
 from dspark.serving.config import DraftReplicasConfig, RoutingConfig, ServeConfig
 from dspark.serving.draft_replica import DraftReplica
+from dspark.serving.draft_router import TurnRouter
 from dspark.serving.ingress import build_app
 from dspark.serving.replica_client import ReplicaClient
 from dspark.serving.target_replica import TargetReplica
 from dspark.storage import absolute
 
-BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+TURN_ROUTER = f"{TurnRouter.__module__}.{TurnRouter.__name__}"
 MAX_DRAFT_MESSAGES = 1000  # at once to a draft replica: two per target replica, so never the limit
 INGRESS_REQUESTS = 1000  # at once in one process of the API
 
@@ -88,9 +89,7 @@ def draft_deployment(settings: DraftReplicasConfig) -> Deployment:
     return serve.deployment(
         max_ongoing_requests=MAX_DRAFT_MESSAGES,
         ray_actor_options=_resources(settings.cpus_per_replica, settings.gpus_per_replica, settings.threads),
-        request_router_config=RequestRouterConfig.model_validate(
-            {"request_router_class": BY_SESSION, "request_router_kwargs": {"num_fallback_replicas": 0}}
-        ),
+        request_router_config=RequestRouterConfig.model_validate({"request_router_class": TURN_ROUTER}),
         logging_config={"enable_access_log": False},  # a line per step of every engine
     )(DraftReplica)
 

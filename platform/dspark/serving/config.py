@@ -115,9 +115,9 @@ class ScalingConfig(Config):
 
 
 class HotConfig(Config):
-    """`user_config` of TargetReplica: what may change while replicas run. Without it, `args` count."""
+    """`user_config` of TargetReplica: what may change while replicas run. Where there is none, `args` count."""
 
-    drafter: str | None = None
+    drafter: str | None
     """As `args.drafter`; a folder by its absolute path. Whoever runs goes on with it; one that was not trained for the
     target is refused. For a moment there is KV memory for both."""
 

@@ -12,12 +12,14 @@ from dspark.errors import one_line
 class ServeDraftLink:
     """Posts messages through a Serve handle, in threads: an engine's step waits for a future and nothing else.
 
-    name: of the engine; all its messages go to the same draft replica, as long as that lives.
+    number: of the engine among those that share the draft replicas; all its messages go to one, see `TurnRouter`.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], name: str) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], number: int) -> None:
         # Not by reference: the replica is called directly, at half the time of a call that makes an object of Ray's.
-        self._handle: DeploymentHandle[Any] = handle.options(method_name="draft", session_id=name, _by_reference=False)
+        self._handle: DeploymentHandle[Any] = handle.options(
+            method_name="draft", session_id=str(number), _by_reference=False
+        )
         self._is_closed = False
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="draft-ask")
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="draft-ahead")  # which no step waits for

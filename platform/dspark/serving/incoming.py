@@ -9,7 +9,7 @@ from fastapi import Request
 
 from dspark.serving.config import ServeConfig
 from dspark.serving.openai_schema import MAX_SHOWN, GenerateRequest, RequestRefused, parse_request
-from dspark.serving.sampling_fields import Request as RequestBody
+from dspark.serving.sampling_fields import RequestBody
 
 PRIORITY = "X-Priority"
 

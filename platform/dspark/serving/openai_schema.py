@@ -13,11 +13,11 @@ from pydantic import Field
 from dspark.engine.sampling import MAX_LOGPROBS
 from dspark.serving.chat_messages import MAX_TOOLS, ChatTurn, Nested, Tool
 from dspark.serving.request_fields import UNSUPPORTED, WITHOUT_EFFECT
-from dspark.serving.sampling_fields import Request, SamplingFields
+from dspark.serving.sampling_fields import RequestBody, SamplingFields
 
 MAX_SHOWN = 200  # characters of a name that was sent
 
-R = TypeVar("R", bound="Request")
+R = TypeVar("R", bound=RequestBody)
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def parse_request(request_class: type[R], body: bytes) -> R:
     return request
 
 
-def _first_problem(error: pydantic.ValidationError, request_class: type[Request]) -> RequestRefused:
+def _first_problem(error: pydantic.ValidationError, request_class: type[RequestBody]) -> RequestRefused:
     """The first thing that is wrong, without repeating what was sent: it may be a prompt."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = _place(problem["loc"])[:MAX_SHOWN]

@@ -106,7 +106,7 @@ def ranked(costs: Mapping[R, float | None], affine: R | None, *, most_imbalance:
 class TargetRouter(RequestRouter):
     """Serve's request router for target replicas; its kwargs are a RoutingConfig.
 
-    A replica that was chosen for a request goes to it: Serve's FIFOMixin would give it to whoever waits longest.
+    Without Serve's FIFOMixin, which gives the replica chosen for a request to whoever came first.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:

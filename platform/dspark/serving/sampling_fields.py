@@ -31,7 +31,7 @@ class Wire(Config):
     model_config = pydantic.ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
-class Request(Wire):
+class RequestBody(Wire):
     """The body of a request."""
 
     def require_consistent(self) -> None:
@@ -59,7 +59,7 @@ StopStrings = Annotated[
 ]
 
 
-class SamplingFields(Request):
+class SamplingFields(RequestBody):
     """What both endpoints take. Defaults are OpenAI's: temperature 1, the whole distribution, one choice."""
 
     temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)

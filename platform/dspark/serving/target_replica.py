@@ -2,14 +2,11 @@
 
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import serve
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from dspark.chat import ChatConfig
@@ -35,6 +32,7 @@ from dspark.serving.resolve import RequestResolver
 from dspark.serving.schedule_metrics import fleet_families, schedule_families
 from dspark.serving.scheduler_actor import connect_scheduler
 from dspark.serving.speculation_metrics import StepDraft
+from dspark.serving.this_replica import LOCAL, end_process, replica_id, replica_number
 from dspark.serving.token_logprobs import TokenTexts
 from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from dspark.serving.vllm_metrics import vllm_families
@@ -42,8 +40,6 @@ from dspark.speculation.fleet import ReplicaReport
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
-
-LOCAL = "local"  # id of a replica without Serve
 
 log = logging.getLogger("dspark")
 
@@ -56,8 +52,8 @@ class TargetReplica:
 
     def __init__(self, config: ServeConfig, drafts: DeploymentHandle[Any] | None = None) -> None:
         """drafts: the draft replicas, where the drafter does not run here."""
-        self.id = _replica_id()
-        self._draft_link = None if drafts is None else ServeDraftLink(drafts, self.id)
+        self.id = replica_id()
+        self._draft_link = None if drafts is None else ServeDraftLink(drafts, replica_number())
         self._remote = None
         if self._draft_link is not None and config.draft_replicas is not None:
             self._remote = RemoteDrafts(self._draft_link, self.id, config.draft_replicas.link)
@@ -80,7 +76,7 @@ class TargetReplica:
             engine,
             self._metrics,
             share=self._fleet.share if self._fleet else None,
-            on_failure=None if self.id == LOCAL else _end_process,
+            on_failure=None if self.id == LOCAL else end_process,
         )
         self._loop.start()
         log.info("replica %s serves %s, drafter %s", self.id, config.target.name, engine.drafter_kind)
@@ -279,18 +275,3 @@ def _draft(output: StepOutput) -> StepDraft | None:
         return None
     num_accepted = min(done.num_accepted, done.num_committed)  # an accepted token behind a stop is not output
     return StepDraft(output.num_drafted, done.num_proposed, num_accepted, done.num_committed)
-
-
-def _replica_id() -> str:
-    try:
-        return serve.get_replica_context().replica_id.unique_id
-    except RayServeException:
-        return LOCAL
-
-
-def _end_process() -> None:
-    """At once: Serve starts another replica when a process is gone, but only after some failed checks when it answers,
-    and until then requests would still come here, to fail."""
-    log.error("this replica ends, its engine having failed")
-    logging.shutdown()
-    os._exit(1)

@@ -7,10 +7,10 @@ from pydantic import Field
 from dspark.engine.sampling import TokenId
 from dspark.serving.chat_messages import MAX_TOOLS, ChatTurn, Tool
 from dspark.serving.openai_schema import RequestRefused
-from dspark.serving.sampling_fields import Request, Wire
+from dspark.serving.sampling_fields import RequestBody, Wire
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(RequestBody):
     """POST /tokenize: a prompt as /v1/completions reads it, or messages as /v1/chat/completions does."""
 
     model: str | None = None
@@ -42,7 +42,7 @@ class TokenizeRequest(Request):
                 raise RequestRefused.of(f"{name} is for messages", param=name)
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
 
     model: str | None = None

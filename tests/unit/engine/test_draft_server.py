@@ -20,6 +20,7 @@ from random_drafter import random_drafter
 DRAFTERS: dict[str, Any] = {
     "dspark": lambda: random_drafter(),
     "windows": lambda: random_drafter(sliding_window=6),
+    "reduced_vocabulary": lambda: random_drafter(draft_vocab_size=30),
     "eagle3": lambda: random_autoregressive_drafter(),
     "mtp_modules": lambda: random_autoregressive_drafter(architecture="mtp", num_modules=4),
 }

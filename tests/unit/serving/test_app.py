@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from ray.serve._private.build_app import build_app as flatten
-from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 from dspark.serving.app import build
+from dspark.serving.draft_router import TurnRouter
 
 
 def args(**changes: Any) -> dict[str, Any]:
@@ -32,8 +32,7 @@ def test_draft_replicas_are_deployed_where_they_are_asked_for_and_an_engine_keep
     assert draft.ray_actor_options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "3"
     assert (draft.ray_actor_options["num_cpus"], draft.ray_actor_options["num_gpus"]) == (0.5, 0.25)
     router = draft._deployment_config.request_router_config
-    assert router.get_request_router_class() is ConsistentHashRouter
-    assert router.request_router_kwargs == {"num_fallback_replicas": 0}
+    assert router.get_request_router_class().__name__ == TurnRouter.__name__
     (config,) = draft.init_args
     assert os.path.isabs(config.drafter)
 

@@ -54,18 +54,18 @@ def message(*, asks: tuple[DraftAsk, ...] = (ASK,)) -> DraftMessage:
 @pytest.mark.parametrize("asks", [(ASK,), ()])
 def test_an_answer_comes_back_within_the_messages_own_time(asks: tuple[DraftAsk, ...]) -> None:
     network: Any = Network(DraftAnswer(()))
-    link = ServeDraftLink(network, "engine 7")
+    link = ServeDraftLink(network, 7)
     assert link.post(message(asks=asks)).result(5) == DraftAnswer(())
     (response,) = network.responses
     assert (response.waited_s, response.is_cancelled) == (0.25, False)
-    assert (network.asked_for["method_name"], network.asked_for["session_id"]) == ("draft", "engine 7")
+    assert (network.asked_for["method_name"], network.asked_for["session_id"]) == ("draft", "7")
     link.close()
 
 
 @pytest.mark.parametrize("error", [TimeoutError("late"), RayActorError(), ConnectionError("refused")])
 def test_whatever_fails_is_one_kind_of_failure_and_is_not_left_running(error: Exception) -> None:
     network: Any = Network(error)
-    link = ServeDraftLink(network, "engine")
+    link = ServeDraftLink(network, 0)
     with pytest.raises(DraftUnavailable, match=type(error).__name__):
         link.post(message()).result(5)
     assert network.responses[0].is_cancelled
@@ -74,7 +74,7 @@ def test_whatever_fails_is_one_kind_of_failure_and_is_not_left_running(error: Ex
 
 def test_nothing_is_sent_after_the_end() -> None:
     network: Any = Network(DraftAnswer(()))
-    link = ServeDraftLink(network, "engine")
+    link = ServeDraftLink(network, 0)
     link.close()
     with pytest.raises(DraftUnavailable, match="closed"):
         link.post(message()).result(5)

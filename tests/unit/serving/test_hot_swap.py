@@ -22,6 +22,15 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_target: Path) -> list[Any]:
+    """The answers with nothing in between."""
+    replica = TargetReplica(serve_config(tiny_target))
+    told = choices([post(replica, TEXT, body) for body in bodies()])
+    replica.close()
+    return told
+
+
 @pytest.fixture
 def replica(tiny_target: Path) -> Iterator[TargetReplica]:
     replica = TargetReplica(serve_config(tiny_target, engine={"page_size": 4, "max_running_requests": 4}))
@@ -67,8 +76,7 @@ def answered_across(replica: TargetReplica, user_config: dict[str, Any], **chang
     return choices(told)
 
 
-def test_streams_go_on_with_another_drafter(replica: TargetReplica, drafter: str) -> None:
-    alone = choices([post(replica, TEXT, body) for body in bodies()])
+def test_streams_go_on_with_another_drafter(replica: TargetReplica, alone: list[Any], drafter: str) -> None:
     assert replica.loaded.engine.drafter_kind == "ngram"
     assert answered_across(replica, {"drafter": drafter}) == alone
     assert replica.loaded.engine.drafter_kind == "dspark"
@@ -83,19 +91,13 @@ def test_streams_go_on_with_another_drafter(replica: TargetReplica, drafter: str
     assert replica.loaded.engine.drafter_kind == "none"
 
 
-@pytest.mark.parametrize("kind", ["another_target", "missing", "misspelt", "cut short"])
+@pytest.mark.parametrize("kind", ["another_target", "missing", "cut short"])
 def test_what_does_not_fit_is_refused_and_all_goes_on(
-    replica: TargetReplica, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+    replica: TargetReplica, alone: list[Any], tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone = choices([post(replica, TEXT, body) for body in bodies()])
     folder = tmp_path / "drafter"
     if kind == "another_target":
         make_tiny_drafter(folder, make_tiny_target(tmp_path / "other", seed=1))
-    if kind == "misspelt":
-        asyncio.run(replica.reconfigure({"draftr": "x"}))
-        assert swaps(replica, "refused") == 1
-        assert "drafter" in caplog.text
-        return
     if kind == "cut short":
         make_tiny_drafter(folder, replica._config.target.name)
         weights = folder / "model.safetensors"
@@ -107,9 +109,19 @@ def test_what_does_not_fit_is_refused_and_all_goes_on(
     assert f"drafter {folder} is refused, ngram goes on" in caplog.text
 
 
-def test_without_room_for_an_open_request_all_stays_as_it_was(replica: TargetReplica, drafter: str) -> None:
+def test_a_misspelt_user_config_is_told_and_ends_no_replica(
+    replica: TargetReplica, caplog: pytest.LogCaptureFixture
+) -> None:
+    asyncio.run(replica.reconfigure({"draftr": "x"}))
+    assert "did you mean 'drafter'" in caplog.text
+    asyncio.run(replica.reconfigure({}))  # which is not meant to take the drafter away
+    assert swaps(replica, "refused") == 2
+
+
+def test_without_room_for_an_open_request_all_stays_as_it_was(
+    replica: TargetReplica, alone: list[Any], drafter: str
+) -> None:
     """The one that runs fits into a context that the other engine does not have."""
-    alone = choices([post(replica, TEXT, body) for body in bodies()])
     replica._config = replica._config.with_changes(engine=replica._config.engine.with_changes(max_context_tokens=40))
     assert answered_across(replica, {"drafter": drafter}) == alone
     assert replica.loaded.engine.drafter_kind == "ngram"

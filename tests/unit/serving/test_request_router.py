@@ -136,14 +136,23 @@ def test_load_is_spread_as_evenly_as_costs_say() -> None:
 
 
 def replica(name: str, **stats: float) -> Any:
-    replica_id = ReplicaID(name, DeploymentID("TargetReplica", "app"))
-    return SimpleNamespace(replica_id=replica_id, routing_stats=stats, max_ongoing_requests=10)
+    async def get_queue_len(*, deadline_s: float) -> int:
+        await asyncio.sleep(random.uniform(0, 0.002))
+        return 0
+
+    return SimpleNamespace(
+        replica_id=ReplicaID(name, DeploymentID("TargetReplica", "app")),
+        routing_stats=stats,
+        max_ongoing_requests=100,
+        get_queue_len=get_queue_len,
+    )
 
 
-def pending(prompt: str) -> PendingRequest:
+def pending(prompt: str, name: str = "i") -> PendingRequest:
+    """Within an event loop."""
     request = CompletionRequest(model="m", prompt=prompt)
-    metadata = RequestMetadata(request_id="r", internal_request_id="i")
-    return PendingRequest(args=["r", request, None], kwargs={}, metadata=metadata, future=None)  # type: ignore[arg-type]
+    metadata = RequestMetadata(request_id="r", internal_request_id=name)
+    return PendingRequest(args=["r", request, None], kwargs={}, metadata=metadata)
 
 
 def test_serves_router_sends_a_prompt_back_to_where_it_was_read() -> None:
@@ -162,6 +171,28 @@ def test_serves_router_sends_a_prompt_back_to_where_it_was_read() -> None:
             without = [one for one in replicas if one is not chosen[0][0]]
             assert (await router.choose_replicas(without, asked))[0][0] in without
         assert await router.choose_replicas([], None) == []
+
+    asyncio.run(run())
+
+
+def test_requests_that_come_together_each_go_to_their_own_replica() -> None:
+    """Through Serve's own loop, which asks replicas for their queues in between."""
+
+    async def run() -> None:
+        router = TargetRouter(
+            DeploymentID("TargetReplica", "app"), DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+        )
+        router.initialize_state(**RoutingConfig(piece_characters=PIECE, most_imbalance=1000.0).model_dump())
+        replicas = [replica(name, token_s=1.0, num_open=0.0) for name in "xyz"]
+        router.update_replicas(replicas)
+        asked = []
+        for number in range(60):
+            one = replicas[random.Random(number).randrange(3)]
+            request = pending(f"{one.replica_id.unique_id * 2 * PIECE}{number}", name=str(number))
+            router.on_request_routed(request, one.replica_id, None)  # type: ignore[arg-type]
+            asked.append((request, one))
+        chosen = await asyncio.gather(*(router._choose_replica_for_request(request) for request, _ in asked))
+        assert [one.replica_id for one in chosen] == [one.replica_id for _, one in asked]
 
     asyncio.run(run())
 
