@@ -52,11 +52,18 @@ class Costs:
     wait_s: Floats
 
     def verify_seconds(self, num_slots: Floats | Indices) -> Floats:
-        """Of a step with so many draft tokens more: [n, ...]."""
-        return self._scaled(self.curve.smooth_verify_array(_add(self.tokens, num_slots)))
+        """Of a step with so many draft tokens more, less what its other tokens cost whatever is decided: [n, ...]."""
+        seconds = self.curve.smooth_verify_array(_add(self.tokens, num_slots))
+        return self._scaled(seconds) - _add(self.other_tokens_s, np.zeros_like(seconds))
+
+    @property
+    def other_tokens_s(self) -> Floats:
+        """Seconds of the tokens that are no request's next one: [n]."""
+        with_them, without = (self.curve.smooth_verify_array(tokens) for tokens in (self.tokens, self.requests))
+        return self.drift * (with_them - without)
 
     def padded_seconds(self, num_slots: Floats | Indices) -> Floats:
-        """The same with the curve's buckets."""
+        """Of a whole step, with the curve's buckets."""
         tokens = _add(self.tokens, num_slots)
         return self._scaled(self.curve.smooth_verify_array(padded(tokens, self.curve.buckets)))
 
@@ -115,7 +122,7 @@ def best_totals(survival: Floats, weights: Floats, tau: Floats, costs: Costs, dr
     """Draft tokens of a step by full search over the curve with its buckets, [n]: the capacity of the lagged form."""
     _, _, slots = ranked(survival, weights)
     total = tau[:, None] + np.concatenate((np.zeros((len(tau), 1)), np.cumsum(slots, axis=1)), axis=1)
-    seconds = costs.padded_seconds(np.arange(slots.shape[1] + 1)[None, :]) + draft_s[:, None]
+    seconds = costs.padded_seconds(np.arange(slots.shape[1] + 1)[None, :]) + (draft_s - costs.other_tokens_s)[:, None]
     return np.asarray((total / seconds).argmax(axis=1), dtype=np.float64)
 
 
