@@ -7,7 +7,7 @@ from dspark.engine.curve_correction import CurveCorrection
 from dspark.engine.estimates import PriorEstimate
 from dspark.engine.lagged_capacity import LaggedCapacity, Members, Picture
 from dspark.engine.lookup import Lookup
-from dspark.engine.probing import Probing
+from dspark.engine.probing import Idleness, Probing
 from dspark.engine.running import RunningRequest
 from dspark.engine.step import Launched
 from dspark.speculation.calibration import Calibration
@@ -68,6 +68,7 @@ class SpeculationPolicy:
         if lagged_prior is not None and curve is not None:
             self._lagged = LaggedCapacity(curve, block_size=block_size)
         self._correction = CurveCorrection(curve) if corrects_curve and curve is not None else None
+        self._idle = Idleness()
         self._probing = Probing(every=probe_every, length=PROBE_LENGTH)
         self._scheduler = PrefixScheduler()
         self._confidences = Confidences(calibration)
@@ -104,6 +105,8 @@ class SpeculationPolicy:
         for running in decoding:
             running.is_probed = False
         is_free = [running.is_copied for running in decoding]
+        if self._idle.goes_on(decoding, is_free):
+            return [0] * len(decoding)
         fixed = self.share.bound([self.fixed_length(running) for running in decoding], is_free)
         if self.curve is None or all(is_free) or all(length is not None for length in fixed):
             return [0 if is_copied else length or 0 for is_copied, length in zip(is_free, fixed, strict=True)]
@@ -128,13 +131,12 @@ class SpeculationPolicy:
             fixed=fixed,
             is_free=is_free,
             prefill_tokens=prefill_tokens,
+            num_steps=1 + self._idle.num_spared,
         ):
             decoding[place].is_probed = True
         kept = zip(expected, chosen, is_free, strict=True)
         rows = [row if is_chosen or is_copied else [] for row, is_chosen, is_copied in kept]
-        lengths: Sequence[int | None] = fixed
-        if any(chosen):
-            lengths = self._lengths(decoding, rows, fixed, prefill_tokens, num_drafted=sum(chosen))
+        lengths = self._lengths(decoding, rows, fixed, prefill_tokens, num_drafted=sum(chosen))
         wanted = []
         for i, running in enumerate(decoding):
             forced = fixed[i]
@@ -144,13 +146,18 @@ class SpeculationPolicy:
                 wanted.append(forced)
             else:
                 is_drafted = chosen[i] or running.is_probed
-                wanted.append(min(limits[i], self._drafted(lengths[i] or 0)) if is_drafted else 0)
+                wanted.append(min(limits[i], self._drafted(lengths[i])) if is_drafted else 0)
+        self._idle.note(decoding, is_idle=not any(wanted) and all(length is None for length in fixed))
         return wanted
 
     def verify_lengths(
         self, decoding: Sequence[RunningRequest], proposals: Sequence[Proposal], *, prefill_tokens: int
     ) -> list[int]:
         """Draft tokens to verify, per request; what confidences say of these proposals is taken in for later steps."""
+        if self._lagged is None and not any(proposal.num_tokens for proposal in proposals):
+            for running in decoding:
+                running.expected_survival = []
+            return self._observe(decoding, [0] * len(decoding))
         survival = self.survival(decoding, proposals)
         for running, proposal, row in zip(decoding, proposals, survival, strict=True):
             running.expected_survival = row
@@ -259,12 +266,12 @@ class SpeculationPolicy:
             weights=self.share.weights_for(running.request.priority for running in decoding),
         )
 
-    def _observe(self, decoding: Sequence[RunningRequest], lengths: Sequence[int]) -> None:
+    def _observe(self, decoding: Sequence[RunningRequest], lengths: list[int]) -> list[int]:
         """How much is verified for a request whose length is open."""
-        pairs = zip(decoding, lengths, strict=True)
-        seen = [length for running, length in pairs if self.fixed_length(running) is None]
+        seen = [n for running, n in zip(decoding, lengths, strict=True) if self.fixed_length(running) is None]
         if seen:
             self._mean_length += MEAN_WEIGHT * (sum(seen) / len(seen) - self._mean_length)
+        return lengths
 
     def _drafted(self, length: int) -> int:
         """Slots to draft where past rounds make so many worth verifying; 0 for a probe."""
