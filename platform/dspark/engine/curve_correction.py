@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from dspark.speculation.cost_curve import CostCurve, isotonic
 
-DECAY = 0.98  # of what was seen of a size, per step of that size: the newest fifty decide
+DECAY = 0.99  # of what was seen of a size, per step of that size: the newest hundred decide
 FADE = 0.995  # of what was seen of a size, per step of any: what it knows beyond all sizes' mean does not last
-RESTED = 0.99  # of what was seen of drafting, per step without any
-FIRST_STEPS = 20.0  # steps as predicted, taken in advance
+RESTED = 0.98  # of what was seen of drafting, per step without any
+FIRST_STEPS = 50.0  # steps as predicted, taken in advance
 SIZE_STEPS = 3.0  # steps that all sizes' mean weighs against those of one size
 FARTHEST = 8.0  # a step that took so many times as long, or as short, says nothing about the curve
-MOST_SURPRISING = 2.0  # a step moves a mean as if it were off by this at most: what held it up will not last
+MOST_SURPRISING = 1.5  # a step moves a mean as if it were off by this at most: what held it up will not last
 WORTH_A_CHANGE = 0.02
 CHANGE_EVERY = 8  # steps
 

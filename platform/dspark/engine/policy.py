@@ -17,7 +17,7 @@ from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
 from dspark.speculation.proposal import Proposal
 
 PROBE_LENGTH = 2  # a drafter without confidences learns about itself only from what is verified
-NUM_AHEAD = 3  # slots drafted beyond those that past rounds make worth verifying: confidences may show a better block
+NUM_AHEAD = 1  # slots drafted beyond those that past rounds make worth verifying: confidences may show a better block
 MEAN_WEIGHT = 0.2  # of a step, in the mean of what is verified
 LIKELY = 0.5  # survival from which on a copy is verified where no curve says what that costs
 
