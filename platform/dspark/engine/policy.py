@@ -16,7 +16,7 @@ from dspark.speculation.fleet import FREE
 from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
 from dspark.speculation.proposal import Proposal
 
-PROBE_LENGTH = 2  # a drafter without confidences learns about itself only from what is verified
+PROBE_SLOTS, PROBE_LENGTH = 3, 2  # of a probe: drafted; verified where no confidences tell anything without
 NUM_AHEAD = 1  # slots drafted beyond those that past rounds make worth verifying: confidences may show a better block
 MEAN_WEIGHT = 0.2  # of a step, in the mean of what is verified
 LIKELY = 0.5  # survival from which on a copy is verified where no curve says what that costs
@@ -276,7 +276,7 @@ class SpeculationPolicy:
     def _drafted(self, length: int) -> int:
         """Slots to draft where past rounds make so many worth verifying; 0 for a probe."""
         if self.has_confidence:
-            return length + NUM_AHEAD
+            return length + NUM_AHEAD if length else PROBE_SLOTS
         return length or PROBE_LENGTH  # nothing this block shows would let more of it be verified
 
     def _bound_length(self, running: RunningRequest) -> int | None:

@@ -8,7 +8,7 @@ import torch
 
 from dspark.attention.page_pool import PageTable
 from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
-from dspark.engine.policy import NUM_AHEAD, PROBE_LENGTH, SpeculationPolicy
+from dspark.engine.policy import NUM_AHEAD, PROBE_LENGTH, PROBE_SLOTS, SpeculationPolicy
 from dspark.engine.probing import LEFT_IN_PEACE, MOST_PROBED, PROBE_SHARE
 from dspark.engine.running import RunningRequest
 from dspark.engine.sampling import SamplingParams
@@ -93,7 +93,7 @@ def test_no_more_is_verified_than_fits_beside_the_steps_other_tokens() -> None:
     assert chooser.verify_lengths(everyone, proposals, prefill_tokens=0) == [3, 2]
     chooser.room = -4
     assert chooser.verify_lengths(everyone, proposals, prefill_tokens=0) == [0, 2]
-    assert chooser.choose([everyone[0]], prefill_tokens=0)[0] <= NUM_AHEAD
+    assert chooser.choose([everyone[0]], prefill_tokens=0)[0] <= PROBE_SLOTS
 
 
 def failing(**options: Any) -> RunningRequest:
@@ -119,7 +119,7 @@ def test_probes_cost_a_hundredth_of_the_time_and_those_who_wait_are_probed_toget
     chooser, everyone = policy(curve=DRAFTING), [failing(), failing(), failing(verify_length=0)]
     num_steps, wanted = steps_until_probed(chooser, everyone)
     cost_s = DRAFTING.draft_seconds(2) + DRAFTING.verify_seconds(3 + 2 * PROBE_LENGTH) - DRAFTING.verify_seconds(3)
-    assert wanted == [NUM_AHEAD, NUM_AHEAD, 0]
+    assert wanted == [PROBE_SLOTS, PROBE_SLOTS, 0]
     num_waited = num_steps - 5 + 1  # before, nobody was due
     assert num_waited * PROBE_SHARE * DRAFTING.verify_seconds(3) == pytest.approx(cost_s, rel=0.2)
 
