@@ -186,8 +186,10 @@ class CurveLookup:
     def drafting(self, num_requests: int) -> "array[float]":
         """Seconds of drafting for 0 … num_requests and more."""
         if num_requests >= len(self._draft_s):
-            size = max(SMALLEST_LOOKUP, 1 << num_requests.bit_length())
-            self._draft_s = array("d", [self._curve.draft_seconds(n) for n in range(size)])
+            curve, seconds = self._curve, np.zeros(max(SMALLEST_LOOKUP, 1 << num_requests.bit_length()))
+            if curve.draft_requests:
+                seconds[1:] = _interpolated(np.arange(1, len(seconds)), curve.draft_requests, curve.draft_s)
+            self._draft_s = array("d", seconds.tolist())
         return self._draft_s
 
 
