@@ -85,10 +85,13 @@ class ReplicaClient:
                 yield item
             is_ended = True
         except BackPressureError:  # those that Serve keeps are as many as a replica takes
+            is_ended = True  # it never began: cancelling it would raise the same again
             yield Refusal(429, "too many requests are waiting; try again later", code="rate_limit_exceeded")
         except DeploymentUnavailableError as error:
+            is_ended = True
             raise ReplicaLost("there is no replica, and none can be started") from error
         except RayError as error:
+            is_ended = True
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError):
                 log.exception("request %s: the replica failed", request_id)
                 yield Refusal(500, "internal error; the server's log has the details", code="internal_error")

@@ -2,10 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentResponseGenerator
 
 from dspark.serving.config import FailoverConfig
 from dspark.serving.engine_client import Delta
@@ -75,3 +78,34 @@ def test_metrics_and_health_are_asked_for_by_the_same_way(client: ReplicaClient)
         return render(await client.metrics())
 
     assert b'dspark_drafter_info{kind="ngram"' in asyncio.run(run())
+
+
+class Dropped(DeploymentResponseGenerator):
+    """A call that Serve did not take for want of room; asked to cancel it, it raises the same."""
+
+    def __init__(self) -> None:
+        """Nothing was begun."""
+
+    def __aiter__(self) -> "Dropped":
+        return self
+
+    async def __anext__(self) -> Any:
+        raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+    def cancel(self) -> None:
+        raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+
+def test_a_call_that_was_not_taken_is_refused_and_closing_it_raises_nothing() -> None:
+    handle: Any = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: Dropped()))
+    client = ReplicaClient(handle, FailoverConfig(), timeout_s=60.0)
+
+    async def run() -> Any:
+        answers = client.generate("r", request(max_tokens=5))
+        first = await anext(answers)
+        await answers.aclose()
+        return first
+
+    refused = asyncio.run(run())
+    assert isinstance(refused, Refusal)
+    assert refused.status == 429
