@@ -54,12 +54,13 @@ log = logging.getLogger("dspark.engine")
 
 @dataclass(frozen=True)
 class _Sent:
-    """A message on its way. closed: what it says is not needed any more; memories: of its parts, as long as their
-    requests run."""
+    """A message on its way. closed: what it says is not needed any more; memories, handles: of its parts, the
+    former as long as their requests run."""
 
     answer: "Future[DraftAnswer]"
     closed: tuple[int, ...]
     memories: list["weakref.ref[RemoteMemory]"]
+    handles: frozenset[int]
     num_tokens: int
 
 
@@ -199,6 +200,7 @@ class RemoteDraftRunner:
             try:
                 replies = self._accept(sent)
             except FAILURES as error:
+                self._closed |= sent.handles - {memory.handle for memory in memories}  # it may have come all the same
                 self._lose(error)
                 continue
             for memory in memories:
@@ -215,7 +217,8 @@ class RemoteDraftRunner:
             log.info("the draft replica answers again")
         self.stats.is_up = True
         self._pause.end()
-        self._closed.difference_update(sent.closed)
+        on_their_way = {handle for one in self._ahead if not one.answer.done() for handle in one.handles}
+        self._closed.difference_update(set(sent.closed) - on_their_way)  # what comes late would open them again
         return {reply.handle: reply for reply in answer.replies}
 
     def _take_note(self, memory: RemoteMemory, reply: DraftReply | None) -> None:
@@ -254,7 +257,8 @@ class RemoteDraftRunner:
             timeout_s=timeout_s,
         )
         memories = [weakref.ref(memory) for memory, _ in parts]
-        return _Sent(self._link.post(message), message.closed, memories, num_tokens=features.shape[0])
+        handles = frozenset(memory.handle for memory, _ in parts)
+        return _Sent(self._link.post(message), message.closed, memories, handles, num_tokens=features.shape[0])
 
     def _asked(self, request: DraftRequest) -> DraftAsk:
         uniforms = None
