@@ -48,8 +48,8 @@ class EngineConfig(Config):
     lookup: LookupConfig | None = None
     """Copy what the text repeats before the drafter is asked; None asks the drafter alone."""
     probe_every: int = Field(16, ge=1)
-    """Steps after which a request that was not worth drafting for may be tried again: once a hundredth of the time pays
-    for it, and not where even a very good proposal would be of no use."""
+    """Steps after which a request that was not worth drafting for may be tried again: once half a hundredth of the time
+    pays for it, and not where even a very good proposal would be of no use."""
     cuda_graphs: bool | None = None
     """Replay decode and verify steps as CUDA graphs, padded to one of a few sizes. None does so where it can be done,
     on a CUDA device with attention that can be captured, and says in the log where it cannot; true refuses to start

@@ -1,7 +1,7 @@
 """Whom to draft for although nothing says that it pays: to see whether it would.
 
-A request that is not drafted for teaches nothing, so some are, now and then. That may cost about a hundredth of the
-time, and nothing at all where the best that could be found would not pay: a full batch is left in peace.
+A request that is not drafted for teaches nothing, so some are, now and then. That may cost about half a hundredth of
+the time, and nothing at all where the best that could be found would not pay: a full batch is left in peace.
 """
 
 from collections.abc import Sequence
