@@ -66,7 +66,7 @@ def worker_environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "0" if sys.stderr.isatty() else "1",  # in a log file our own lines tell
-        "DS_ACCELERATOR": "cuda" if _has_gpu() else "cpu",
+        "DS_ACCELERATOR": "cuda" if has_gpu() else "cpu",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
     }
@@ -161,7 +161,8 @@ def _parse(default_config: str, argv: Sequence[str] | None) -> argparse.Namespac
     return parser.parse_intermixed_args(argv)  # overrides may stand before, between and after options
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether the machine has a CUDA device; torch need not be loaded to know."""
     return Path("/dev/nvidia0").exists()
 
 

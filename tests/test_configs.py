@@ -25,6 +25,7 @@ CONFIG_OF = {
     "compare": "compare:CompareConfig",
     "calibrate": "dspark.evaluation.config:CalibrateConfig",
     "dspark": "dspark.serving.deployment_file:DeploymentFile",
+    "new_set": "new_set:NewSetConfig",
     "pipeline": "pipeline:PipelineConfig",
     "profile_engine": "dspark.evaluation.profiling:ProfileConfig",
 }
