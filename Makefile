@@ -3,7 +3,7 @@ PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint gpu-check clean
+.PHONY: demo test lint check-config serve-config gpu-check clean
 
 demo: .venv/.installed-base
 	.venv/bin/python jobs/pipeline.py $(ARGS)
@@ -15,6 +15,14 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# Every config, deployment file and manifest, strictly and without a cluster.
+check-config: .venv/.installed-base
+	.venv/bin/python jobs/check_config.py $(ARGS)
+
+# The same, after the manifests took over what deployments/ says now.
+serve-config: .venv/.installed-base
+	.venv/bin/python jobs/check_config.py write_serve_config=true
 
 # On a machine with a CUDA device: what only that can show, in at most eight minutes.
 gpu-check: .venv/.installed-base

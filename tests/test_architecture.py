@@ -19,7 +19,7 @@ LAYER_OF = {
     "drafters": 2,
     "engine": 3,
     "data": 4, "serving": 4,
-    "evaluation": 5, "training": 5,
+    "evaluation": 5, "manifests": 5, "training": 5,
 }  # fmt: skip
 
 # Who may import what costs a framework; everybody else stays readable without knowing it. "jobs" are the scripts.

@@ -20,6 +20,7 @@ CONFIG_OF = {
     "evaluate": "dspark.evaluation.config:EvaluateConfig",
     "export": "dspark.drafters.export:ExportConfig",
     "ask": "dspark.evaluation.questions:AskConfig",
+    "check_config": "check_config:CheckConfig",
     "benchmark": "dspark.evaluation.load_config:BenchmarkConfig",
     "colocated": "dspark.serving.deployment_file:DeploymentFile",  # what `serve run` is given
     "compare": "compare:CompareConfig",

@@ -1,14 +1,23 @@
 """Strict, frozen configs: YAML in, validated objects out, unknown keys refused by nearest name."""
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import pydantic
 import yaml
 
+try:
+    from yaml import CSafeLoader as SafeLoader  # ten times as fast
+except ImportError:  # PyYAML was built without libyaml
+    from yaml import SafeLoader  # type: ignore[assignment]
+
 from dspark.errors import one_line
+
+UNKNOWN, REQUIRED = "unknown key", "is required"
 
 C = TypeVar("C", bound="Config")
 
@@ -23,7 +32,7 @@ class Config(pydantic.BaseModel):
         return type(self).model_validate(self.model_dump(exclude_unset=True) | changes)
 
 
-class _StrictLoader(yaml.SafeLoader):
+class _StrictLoader(SafeLoader):
     """The safe loader, but a key that stands twice in one mapping is an error, not the last one's victory."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -44,15 +53,54 @@ def load_config(config_class: type[C], path: str | Path, overrides: Sequence[str
     if not path.is_file():
         raise ValueError(f"config file not found: {path}; pass --config with an existing YAML file")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+        content = read_content(path.read_text(encoding="utf-8"), overrides)
     except yaml.YAMLError as error:
         raise ValueError(f"config file is not valid YAML: {path}: {one_line(error)}") from None
+    except TypeError as error:
+        raise ValueError(f"config file must hold a mapping: {path} holds a {error}") from None
+    return build_config(config_class, content, source=str(path))
+
+
+def read_content(text: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The mapping that a YAML text holds, overrides applied.
+
+    Raises: yaml.YAMLError, TypeError with what it holds instead, or ValueError for an override.
+    """
+    content = yaml.load(text, _StrictLoader)
     content = {} if content is None else content
     if not isinstance(content, dict):
-        raise ValueError(f"config file must hold a mapping: {path} holds a {type(content).__name__}")
+        raise TypeError(type(content).__name__)
     for override in overrides:
         _apply_override(content, override)
-    return build_config(config_class, content, source=str(path))
+    return content
+
+
+def read_documents(text: str) -> list[Any]:
+    """What the documents of a YAML text hold. Raises: yaml.YAMLError, also for a key that stands twice."""
+    return list(yaml.load_all(text, _StrictLoader))
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing that a config class refuses."""
+
+    location: tuple[str | int, ...]
+    """Keys and indices on the way to it; () for what several fields say together."""
+    value: Any
+    message: str
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(part) for part in self.location)
+
+
+def config_problems(config_class: type[C], content: dict[str, Any]) -> list[ConfigProblem]:
+    """Everything that is wrong with `content` as a `config_class`; [] if nothing is."""
+    try:
+        config_class.model_validate(content)
+    except pydantic.ValidationError as error:
+        return [_problem(config_class, problem) for problem in error.errors()]
+    return []
 
 
 def build_config(config_class: type[C], content: dict[str, Any], *, source: str = "config") -> C:
@@ -60,7 +108,7 @@ def build_config(config_class: type[C], content: dict[str, Any], *, source: str 
     try:
         return config_class.model_validate(content)
     except pydantic.ValidationError as error:
-        problems = "; ".join(_describe(config_class, problem) for problem in error.errors())
+        problems = "; ".join(_describe(_problem(config_class, problem)) for problem in error.errors())
         raise ValueError(f"{source}: {problems}") from None
 
 
@@ -93,20 +141,32 @@ def _key_in(node: Any, key: str, override: str) -> str | int:
     return int(key)
 
 
-def _describe(config_class: type[Config], problem: Any) -> str:
-    location = [str(part) for part in problem["loc"]]
-    name = ".".join(location)
-    if problem["type"] != "extra_forbidden":
-        shown = repr(problem["input"])
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        if problem["type"] == "missing":
-            return f"{name} is required"
-        message = problem["msg"].removeprefix("Value error, ")
-        return f"{name} = {shown}: {message}" if name else message  # no name: a check over several fields
-    known = _known_keys(config_class, problem["loc"][:-1])
-    nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"unknown key {name!r}{hint}"
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` with the most similar of the known names; nothing where none is known."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _problem(config_class: type[Config], problem: Any) -> ConfigProblem:
+    location, value = problem["loc"], problem["input"]
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = f"{UNKNOWN}{nearest(str(location[-1]), _known_keys(config_class, location[:-1]))}"
+    elif problem["type"] == "missing":
+        message, value = REQUIRED, None
+    elif problem["type"] == "literal_error" and isinstance(value, str):
+        message += nearest(value, re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
+    return ConfigProblem(location, value, message)
+
+
+def _describe(problem: ConfigProblem) -> str:
+    if problem.message.startswith(UNKNOWN):
+        return f"{UNKNOWN} {problem.name!r}{problem.message.removeprefix(UNKNOWN)}"
+    if problem.message == REQUIRED:
+        return f"{problem.name} {REQUIRED}"
+    shown = repr(problem.value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return f"{problem.name} = {shown}: {problem.message}" if problem.location else problem.message
 
 
 def _known_keys(config_class: type[Config], parents: Sequence[Any]) -> list[str]:

@@ -1,11 +1,12 @@
 """Configs are strict, frozen, and say in one line what is wrong."""
 
 from pathlib import Path
+from typing import Literal
 
 import pydantic
 import pytest
 
-from dspark.config import Config, build_config, load_config
+from dspark.config import Config, build_config, config_problems, load_config
 
 
 class Source(Config):
@@ -123,3 +124,18 @@ def test_with_changes_validates_the_copy() -> None:
     assert Job().with_changes(seed=4).seed == 4
     with pytest.raises(pydantic.ValidationError):
         Job().with_changes(learning_rate=-1)
+
+
+def test_problems_are_told_one_by_one_with_place_and_value() -> None:
+    class Choice(Config):
+        kind: Literal["red", "green"]
+        jobs: list[Job] = []
+
+    problems = config_problems(Choice, {"kind": "gren", "jobs": [{"sed": 1}, {"seed": 13}]})
+    told = [(problem.name, problem.value, problem.message) for problem in problems]
+    assert told[0][:2] == ("kind", "gren")
+    assert told[0][2].endswith("; did you mean 'green'?")
+    assert told[1] == ("jobs.0.sed", 1, "unknown key; did you mean 'seed'?")
+    assert told[2][0] == "jobs.1"
+    assert "seed 13 is not offered" in told[2][2]
+    assert config_problems(Choice, {"kind": "red"}) == []

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for nothing that is not exported."""
+"""The Grafana dashboard and the alerts ask for nothing that is not exported."""
 
 import asyncio
 import json
@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from dspark.engine.remote_draft_state import RemoteDraftStats
 from dspark.serving.config import FleetConfig
 from dspark.serving.fleet_link import FleetLink
+from dspark.serving.metrics import draft_link_families
 from dspark.serving.schedule_metrics import fleet_families
 from dspark.serving.target_replica import TargetReplica
 from dspark.speculation.fleet import Lease, ReplicaReport, Share
 from tiny_serving import serve_config
 
-DASHBOARD = Path(__file__).resolve().parents[3] / "k8s" / "grafana-dashboard.json"
+MONITORING = Path(__file__).resolve().parents[3] / "k8s" / "monitoring"
+DASHBOARD = MONITORING / "grafana-dashboard.json"
 SUFFIX = {"counter": "_total"}
 METRIC = re.compile(r"\b(?:dspark_|vllm:)[a-z_]+\b")
 
@@ -43,6 +47,7 @@ def exported(tiny_target: Path) -> set[str]:
     """Every name of a sample that a replica exports, of positions and refusals also those that are not there yet."""
     replica = TargetReplica(serve_config(tiny_target))
     families = [*asyncio.run(replica.metrics()), *fleet_families(attached_link())]
+    families += draft_link_families(RemoteDraftStats())
     replica.close()
     bare = {family.name + SUFFIX.get(family.type, "") for family in families}
     return bare | {sample.name for family in families for sample in family.samples}
@@ -51,6 +56,13 @@ def exported(tiny_target: Path) -> set[str]:
 def test_every_metric_of_the_dashboard_is_exported(panels: list[dict[str, Any]], exported: set[str]) -> None:
     asked = {name for panel in panels for target in panel["targets"] for name in METRIC.findall(target["expr"])}
     assert len(asked) > 30
+    assert asked - exported == set()
+
+
+def test_every_metric_of_an_alert_is_exported(exported: set[str]) -> None:
+    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["spec"]["groups"]
+    asked = {name for group in groups for rule in group["rules"] for name in METRIC.findall(rule["expr"])}
+    assert len(asked) > 10
     assert asked - exported == set()
 
 

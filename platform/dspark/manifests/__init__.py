@@ -1,0 +1,1 @@
+"""Checks of Kubernetes manifests, before a cluster sees them."""
