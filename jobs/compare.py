@@ -72,9 +72,9 @@ def run(config: CompareConfig, *, fresh: bool = False, dry_run: bool = False) ->
     trained = {name: train.run(one) for name, one in training.items()}
     measured = {name: evaluate.run(one, fresh=fresh) for name, one in _evaluations(config, training).items()}
     path = Path(config.output).resolve() / CONTEST
-    prompts = _prompts(config.contest)
-    request = _request(config.contest, prompts)
-    rows = [] if fresh else _earlier_rows(path, request, config.contest)
+    prompts = contest_prompts(config.contest)
+    request = contest_request(config.contest, prompts)
+    rows = [] if fresh else earlier_runs(path, request, config.contest)
     to_do = [key for key in run_keys(config.contest) if key not in {key_of(row) for row in rows}]
     log.info("%d runs under load are there, %d to measure", len(rows), len(to_do))
     done = not to_do and all(result.get("skipped") for result in [*trained.values(), *measured.values()])
@@ -83,7 +83,7 @@ def run(config: CompareConfig, *, fresh: bool = False, dry_run: bool = False) ->
     with runner.track(config, "compare") as parent:
         if to_do:
             runner.stop_ray()  # what training and evaluation left running would share the cores with what is timed
-            rows += _measure(config.contest, prompts, to_do, path, request, rows)
+            rows += measure_runs(config.contest, prompts, to_do, path, request, rows)
         result = _finish(config, training, trained, measured, rows)
         for name in (COMPARISON, REPORT):
             parent.log_artifact(path.parent / name)
@@ -146,12 +146,12 @@ def _evaluations(config: CompareConfig, training: Mapping[str, TrainConfig]) -> 
     }
 
 
-def _prompts(config: ContestConfig) -> list[Prompt]:
+def contest_prompts(config: ContestConfig) -> list[Prompt]:
     prompt_set = read_prompts(config.prompts, seed=config.seed, heldout_fraction=config.heldout_fraction)
     return choose_prompts(prompt_set, config)
 
 
-def _request(config: ContestConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def contest_request(config: ContestConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What decides the figures: earlier runs stand beside new ones only under the same."""
     target = contest_target(config)
     settings = config.model_dump(mode="json", exclude={"repeats", "prompts", "target"})
@@ -164,7 +164,7 @@ def _request(config: ContestConfig, prompts: Sequence[Prompt]) -> dict[str, Any]
     }
 
 
-def _earlier_rows(path: Path, request: dict[str, Any], config: ContestConfig) -> list[dict[str, Any]]:
+def earlier_runs(path: Path, request: dict[str, Any], config: ContestConfig) -> list[dict[str, Any]]:
     """Runs of an earlier start with the same request."""
     if not path.is_file():
         return []
@@ -175,7 +175,7 @@ def _earlier_rows(path: Path, request: dict[str, Any], config: ContestConfig) ->
     return whole_groups(earlier["runs"], config)
 
 
-def _measure(
+def measure_runs(
     config: ContestConfig,
     prompts: Sequence[Prompt],
     to_do: Sequence[Any],

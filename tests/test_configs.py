@@ -25,11 +25,14 @@ CONFIG_OF = {
     "colocated": "dspark.serving.deployment_file:DeploymentFile",  # what `serve run` is given
     "compare": "compare:CompareConfig",
     "calibrate": "dspark.evaluation.config:CalibrateConfig",
+    "paper": "dspark.evaluation.paper_config:PaperConfig",
     "dspark": "dspark.serving.deployment_file:DeploymentFile",
     "new_set": "new_set:NewSetConfig",
     "pipeline": "pipeline:PipelineConfig",
     "profile_engine": "dspark.evaluation.profiling:ProfileConfig",
+    "report": "dspark.evaluation.paper_config:PaperConfig",
 }
+DEFAULTS = dict.fromkeys(("paper", "report"), "configs/paper/paper_quick.yaml")  # of jobs without a file of the demo's
 
 
 def job_of(path: Path) -> str:
@@ -53,8 +56,8 @@ def test_every_file_loads_as_the_config_of_its_job(path: Path) -> None:
 
 @pytest.mark.parametrize("job", sorted(CONFIG_OF))
 def test_a_misspelt_key_is_refused_with_the_nearest_one(job: str) -> None:
-    folder = ROOT / ("deployments" if job in ("colocated", "dspark") else "configs/demo")
-    demo = yaml.safe_load((folder / f"{job}.yaml").read_text(encoding="utf-8"))
+    folder = "deployments" if job in ("colocated", "dspark") else "configs/demo"
+    demo = yaml.safe_load((ROOT / DEFAULTS.get(job, f"{folder}/{job}.yaml")).read_text(encoding="utf-8"))
     for key in config_class(job).model_fields:
         with pytest.raises(ValueError, match=f"unknown key '{key}x'; did you mean '{key}'"):
             build_config(config_class(job), {**demo, f"{key}x": 1})
@@ -63,7 +66,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest_one(job: str) -> None:
 @pytest.mark.parametrize("job", JOBS)
 def test_every_job_has_its_demo_config_and_its_class(job: str) -> None:
     assert job in CONFIG_OF
-    assert (ROOT / "configs" / "demo" / f"{job}.yaml").is_file()
+    assert (ROOT / DEFAULTS.get(job, f"configs/demo/{job}.yaml")).is_file()
 
 
 @pytest.mark.parametrize(

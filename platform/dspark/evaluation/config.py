@@ -9,7 +9,7 @@ from dspark.config import Config
 from dspark.data.prompts import PromptSource
 from dspark.engine.config import MeasuredEngineConfig
 from dspark.engine.sampling import SamplingParams
-from dspark.evaluation.tasks import task_source
+from dspark.evaluation.tasks import benchmark_sources, require_known, task_source
 from dspark.speculation.calibration_error import NUM_BINS
 from dspark.targets import TargetConfig
 from dspark.tracking import TrackingConfig
@@ -44,6 +44,12 @@ class MeasurementConfig(Config):
     """Only their held-out rows are measured."""
     tasks: dict[str, str] = {}
     """Benchmarks of the paper: name to the path of its `{"turns": […]}` file."""
+    benchmarks: list[str] = []
+    """Benchmarks of the paper by name: `<name>.jsonl` of a folder, as many prompts of each as the paper takes."""
+    benchmarks_folder: str | None = None
+    """None takes the folder that the environment variable DSPARK_BENCHMARKS names."""
+    benchmarks_from_hub: bool = False
+    """Fetch what that folder lacks, and keep it there."""
     target: TargetConfig | None = None
     """None takes what the drafter was trained for; another target than that is refused."""
     prompts_per_domain: int | None = Field(None, ge=1)
@@ -63,13 +69,20 @@ class MeasurementConfig(Config):
 
     @property
     def sources(self) -> list[PromptSource]:
-        """`prompts` and `tasks` together."""
-        return [*self.prompts, *(task_source(name, path) for name, path in self.tasks.items())]
+        """`prompts`, `tasks` and `benchmarks` together. Raises: MissingInput for a benchmark that is not there."""
+        named: list[PromptSource] = []
+        if self.benchmarks:
+            named = benchmark_sources(self.benchmarks, self.benchmarks_folder, from_hub=self.benchmarks_from_hub)
+        return [*self.prompts, *(task_source(name, path) for name, path in self.tasks.items()), *named]
 
     @pydantic.model_validator(mode="after")
     def _check_measurement(self) -> "MeasurementConfig":
-        if not self.sources:
-            raise ValueError("there is nothing to measure on; give prompts or tasks")
+        if not (self.prompts or self.tasks or self.benchmarks):
+            raise ValueError("there is nothing to measure on; give prompts, tasks or benchmarks")
+        require_known(self.benchmarks)
+        for name, default in (("benchmarks_folder", None), ("benchmarks_from_hub", False)):
+            if not self.benchmarks and getattr(self, name) != default:
+                raise ValueError(f"{name} has no effect without benchmarks; leave it out")
         defaults = MeasuredEngineConfig()
         for name, instead in (("verify_length", "verify_length"), ("max_running_requests", "concurrency")):
             if getattr(self.engine, name) != getattr(defaults, name):
