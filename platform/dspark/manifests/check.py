@@ -16,7 +16,7 @@ from dspark.manifests.schema import Schemas
 from dspark.manifests.service_rules import service_problems
 from dspark.manifests.surroundings import EXTERNAL, Surroundings, surroundings
 
-OVERLAYS, MONITORING, SCHEMAS = "overlays", "monitoring", "schemas"
+OVERLAYS, COMPONENTS, MONITORING, SCHEMAS = "overlays", "components", "monitoring", "schemas"
 NO_MANIFESTS = ("core.yaml", EXTERNAL)
 
 
@@ -44,6 +44,9 @@ def check_manifests(
     if not with_kubectl:
         written = {(one.file, one.subject): one for tree in trees for one in tree.documents}
         found |= dict.fromkeys(problem for document in written.values() for problem in schemas.problems(document))
+    for component in sorted(path.parent for path in (folder / COMPONENTS).glob(f"*/{FILE}")):
+        trees.append(read_tree(component, root, schemas))  # whether an overlay takes it or not
+        found |= dict.fromkeys(trees[-1].problems)
     unused = unused_files(folder, trees, root)
     found |= dict.fromkeys(one for one in unused if Path(one.file).name not in NO_MANIFESTS)
     return list(found)

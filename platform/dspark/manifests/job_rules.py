@@ -4,13 +4,12 @@ import shlex
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import PurePosixPath
-from typing import Any
 
 import yaml
 
 from dspark.config import Config, load_config, nearest
 from dspark.manifests.documents import Document, Problem, named
-from dspark.manifests.pods import GPU, Pod, quantity, ray_pods
+from dspark.manifests.pods import GPU, quantity, ray_pods
 from dspark.manifests.surroundings import APP_FOLDER, Surroundings
 from dspark.storage import is_remote
 
@@ -190,25 +189,20 @@ def _needed(config: Config, resource: str, room: dict[str, Decimal]) -> Decimal:
 
 
 def _space(document: Document, config: Config, documents: list[Document]) -> Iterator[Problem]:
-    """Whether the cache stage's limit fits into the volume that it writes to."""
-    most, output = getattr(config, "max_cache_bytes", None), getattr(config, "output", "")
+    """Whether what a stage writes stays when its pods are gone, and fits into the volume that it is written to."""
+    output = getattr(config, "output", "")
     head = next(ray_pods(document), None)
-    if most is None or head is None or is_remote(output):
+    if head is None or not output or is_remote(output):
         return
-    size = _volume_bytes(head, f"{APP_FOLDER}/{output}", documents)
-    if size is not None and most > size:
-        message = f"max_cache_bytes is {most:,}, but the volume of {output} has {int(size):,}"
+    volume = head.volume_of(f"{APP_FOLDER}/{output}")
+    claim = None if volume is None else (volume.get("persistentVolumeClaim") or {}).get("claimName")
+    if claim is None:
+        message = f"{output} is lost with the pod: it is on no persistentVolumeClaim; mount one, or write to a URI"
         yield document.problem((*SPEC, "entrypoint"), message)
-
-
-def _volume_bytes(pod: Pod, path: str, documents: list[Document]) -> Decimal | None:
-    mount = pod.mount_of(path)
-    if mount is None:
-        return None
-    name = mount.get("name")
-    volume: dict[str, Any] = next((one for one in pod.spec.get("volumes") or [] if one.get("name") == name), {})
-    claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
-    for document in named(documents, "PersistentVolumeClaim"):
-        if document.name == claim:
-            return quantity(document.get("spec", "resources", "requests", "storage"))
-    return None
+        return
+    most = getattr(config, "max_cache_bytes", None)
+    for one in named(documents, "PersistentVolumeClaim"):
+        size = quantity(one.get("spec", "resources", "requests", "storage"))
+        if one.name == claim and most is not None and size is not None and most > size:
+            message = f"max_cache_bytes is {most:,}, but the volume of {output} has {int(size):,}"
+            yield document.problem((*SPEC, "entrypoint"), message)

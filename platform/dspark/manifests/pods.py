@@ -60,6 +60,11 @@ class Pod:
         ]
         return max(holding, key=lambda mount: len(str(mount.get("mountPath"))), default=None)
 
+    def volume_of(self, path: str) -> dict[str, Any] | None:
+        """The volume that a path of the first container lies on; None where it is in the image."""
+        name = (self.mount_of(path) or {}).get("name")
+        return next((volume for volume in self.spec.get("volumes") or [] if volume.get("name") == name), None)
+
     def has_port(self, port: str | int) -> bool:
         """Whether a container says that it listens there, by name or number."""
         return any(port in (one.get("name"), one.get("containerPort")) for one in self.ports)

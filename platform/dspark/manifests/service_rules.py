@@ -152,10 +152,12 @@ def _files(document: Document, application: ApplicationOptions, number: int) -> 
             yield _inside(document, (*args, name), path, "must be an absolute path: replicas start elsewhere")
             continue
         for pod in ray_pods(document):
-            if pod.mount_of(path) is None:
+            volume = pod.volume_of(path)
+            if volume is None or "emptyDir" in volume:
                 mounts = pod.document.get(*pod.place, "spec", "containers", 0, "volumeMounts") or []
                 paths = [str(mount.get("mountPath")) for mount in mounts]
-                message = f"is on no volume of the pods of {pod.group}{nearest(path, paths)}"
+                hint = nearest(path, paths) if volume is None else ": it is empty when they start"
+                message = f"is on no volume of the pods of {pod.group} that lasts{hint}"
                 yield _inside(document, (*args, name), path, message)
     if config.target.name.startswith(PREFIX):
         try:

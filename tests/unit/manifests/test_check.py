@@ -32,6 +32,7 @@ WORKERS = (*CLUSTER, "workerGroupSpecs", 0)
 HEAD_POD = (*CLUSTER, "headGroupSpec", "template", "spec")
 HEAD, WORKER = (*HEAD_POD, "containers", 0), (*WORKERS, "template", "spec", "containers", 0)
 POD = ("spec", "template", "spec")
+JOB_POD = ("spec", "rayClusterSpec", "headGroupSpec", "template", "spec")
 
 DELETION = {"policy": "DeleteCluster", "condition": {"jobStatus": "SUCCEEDED"}}
 INCREMENTAL = {
@@ -114,6 +115,7 @@ CHANGES = [
     at("kind", TRAIN, ("spec", "entrypoint"), "python jobs/train.py use_gpu=true", "nvidia.com/gpu at once"),
     at("kind", EVALUATE, ("spec", "entrypointNumCpus"), 3, "needs 5 of cpu at once", "spec.entrypoint"),
     at("kind", DATA, ("spec", "entrypoint"), "python jobs/cache.py max_cache_bytes=30000000000", "the volume of"),
+    at("kind", DATA, (*JOB_POD, "volumes", 0), {"name": "runs", "emptyDir": {}}, "is lost with the pod", "entrypoint"),
     # who pods run as, and on what
     at("kind", MLFLOW, (*POD, "securityContext", "runAsNonRoot"), False, "must be true"),
     at("kind", MLFLOW, (*POD, "securityContext", "runAsUser"), 0, "must be a user above 0"),
@@ -148,7 +150,7 @@ CHANGES = [
     at("kind", SERVICE, (*HEAD_POD, "terminationGracePeriodSeconds"), 60, "graceful_shutdown_timeout_s"),
     at("kind", SERVICE, ("spec", "rayClusterDeletionDelaySeconds"), 60, "limits.request_timeout_s"),
     at("kind", SERVICE, (*HEAD, "ports", 3, "containerPort"), 9000, "holds no port 8000", "containers[0].ports"),
-    at("kind", SERVICE, (*WORKER, "volumeMounts", 0, "mountPath"), "/data", "is on no volume", "spec.serveConfigV2"),
+    at("kind", SERVICE, (*WORKER, "volumeMounts", 0, "mountPath"), "/data", "is on no volume of", "spec.serveConfigV2"),
     at("kind", SERVICE, (*WORKER, "resources", "limits", "cpu"), "1", "all replicas need 2 CPUs", "spec.serveConfigV2"),
     at("kind", SERVICE, ("metadata", "annotations", "dspark-served-from"), "deployments/dspak.yaml", "dspark.yaml"),
 ]  # fmt: skip
@@ -262,6 +264,27 @@ def test_both_components_go_onto_the_gpu_overlay(tmp_path: Path, known: Surround
     assert service.get(*CLUSTER, "enableInTreeAutoscaling") is True
     assert service.get(*CLUSTER, "gcsFaultToleranceOptions", "redisAddress") == "redis:6379"
     assert [str(problem) for problem in set_problems(documents, known, schemas)] == []
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_object_storage_takes_the_place_of_volumes_and_folders_are_refused_then(
+    tmp_path: Path, known: Surroundings, schemas: Schemas
+) -> None:
+    shutil.copytree(K8S, tmp_path / "k8s")
+    overlay = tmp_path / "k8s" / "overlays" / "mine"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [../kind]\n"
+        "components: [../../components/object-storage]\n"
+    )
+    documents = render(overlay, tmp_path)
+    assert [one.name for one in documents if one.kind == "PersistentVolumeClaim"] == ["mlflow"]
+    problems = [str(problem) for problem in set_problems(documents, known, schemas)]
+    assert len(problems) == 8  # six stages write to folders; both kinds of pods look for the drafter in one
+    assert all("is lost with the pod" in one or "drafter" in one for one in problems), problems
+    command = "python jobs/train.py output=s3://bucket/drafter cache=s3://bucket/cache"
+    stored = changed(documents, TRAIN, put(("spec", "entrypoint"), command))
+    assert not [one for one in set_problems(stored, known, schemas) if one.subject == TRAIN]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
