@@ -17,7 +17,7 @@ LAYER_OF = {
     "attention": 1, "bundled_target": 1, "chat": 1, "numerics": 1, "speculation": 1, "target_head": 1,
     "targets": 1, "transfer": 1,
     "drafters": 2,
-    "engine": 3,
+    "engine": 3, "traffic": 3,
     "data": 4, "serving": 4,
     "evaluation": 5, "training": 5,
 }  # fmt: skip

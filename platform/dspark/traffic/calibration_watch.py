@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from dspark.errors import one_line
 from dspark.provenance import fingerprint
@@ -50,7 +51,7 @@ class CalibrationWatch:
         """The present one is read here; `take` is not called for it. Without a period nothing more is."""
         self.outcomes = {"taken": 0, "refused": 0}
         self._path = path
-        self._wanted = {"drafter_sha256": drafter_sha256, "block_size": block_size}
+        self._wanted: dict[str, Any] = {"drafter_sha256": drafter_sha256, "block_size": block_size}
         self._take = take
         self._seen: str | None = None
         self._stop = threading.Event()
@@ -74,7 +75,7 @@ class CalibrationWatch:
 
     def _look(self, *, is_first: bool) -> None:
         try:
-            found = read_calibration(self._path, **self._wanted)  # type: ignore[arg-type]
+            found = read_calibration(self._path, **self._wanted)
         except Exception as error:  # whatever a store raises, too: what is in force stays so
             self._refuse(one_line(error))
             return

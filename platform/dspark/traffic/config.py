@@ -1,4 +1,4 @@
-"""The sections `traffic` and `watch` of a deployment's args: what is recorded of served answers, and what is watched."""
+"""The sections `traffic` and `watch` of a deployment's args: what is recorded of served answers, what is watched."""
 
 import re
 import string
@@ -56,8 +56,8 @@ class TrafficConfig(Config):
     share: float = Field(1.0, gt=0, le=1)
     """Of the requests, those that are recorded."""
     whole_blocks: float = Field(0.0, ge=0, le=1)
-    """Of the recorded requests, those that have every block verified whole: slower, and it shows how slots fare that the
-    scheduler would not have verified. Some hundredths do where deep slots have few rounds."""
+    """Of the recorded requests, those that have every block verified whole: slower, and it shows how slots fare that
+    the scheduler would not have verified. Some hundredths do where deep slots have few rounds."""
     max_bytes: int = Field(1_000_000_000, ge=100_000)
     """Of the folder; the oldest files make room for new ones."""
     shard_rounds: int = Field(20_000, ge=1)

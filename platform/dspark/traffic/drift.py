@@ -16,9 +16,9 @@ class AcceptanceCusum:
     """Page's test of levels q_k against q_k * (1 - drop), a round at a time.
 
     S = max(0, S + sum over the round's trials of llr(x_k) / design_effect); an alarm is due while S >= h, h the
-    logarithm of rounds_between_false_alarms. As long as trials are independent and acceptance is q_k or more, alarms are
-    at least that many rounds apart in the mean: exp of a round's sum has a mean of at most 1 (Lorden 1971; a root of it,
-    which the design effect takes, all the more). S is held at 2h, so that an alarm ends soon after its cause.
+    logarithm of rounds_between_false_alarms. As long as trials are independent and acceptance is q_k or more, alarms
+    are at least that many rounds apart in the mean: exp of a round's sum has a mean of at most 1 (Lorden 1971; a root
+    of it, which the design effect takes, all the more). S is held at 2h, so that an alarm ends soon after its cause.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class AlreadySubmitted(Exception):
 
 
 class FineTune:
-    """The one way to start the job. Replicas agree by the folder's fine_tune.json, and by the job's id where two look at
-    it in the same moment: it holds the drafter and the number of the cool-down, and Ray takes an id once."""
+    """The one way to start the job. Replicas agree by the folder's fine_tune.json, and by the job's id where two look
+    at it in the same moment: it holds the drafter and the number of the cool-down, and Ray takes an id once."""
 
     def __init__(
         self,
@@ -54,7 +54,9 @@ class FineTune:
     def _run(self, drafter: str, drafter_sha256: str, reason: str) -> None:
         try:
             outcome = self.start_now(drafter, drafter_sha256, reason)
-        except Exception as error:  # whatever a store or a cluster raises: serving goes on, and the next alarm tries again
+        except (
+            Exception
+        ) as error:  # whatever a store or a cluster raises: serving goes on, the next alarm tries again
             log.error("no fine-tuning was started after %s: %s", reason, one_line(error))
             outcome = "failed"
         finally:
@@ -62,7 +64,7 @@ class FineTune:
         self.outcomes[outcome] += 1
 
     def start_now(self, drafter: str, drafter_sha256: str, reason: str) -> str:
-        """"started" or "cooling_down". Raises: what reading, writing and submitting raise."""
+        """ "started" or "cooling_down". Raises: what reading, writing and submitting raise."""
         now = self._clock()
         if now - self._last_start() < self._config.cooldown_s:
             return "cooling_down"

@@ -16,8 +16,8 @@ from dspark.speculation.calibration_error import NUM_BINS, Floats, bins_of, expe
 
 @dataclass(frozen=True)
 class SlotError:
-    """Of one slot. ece: of the predicted survival over num_rounds rounds that judged it; floor: what a perfect predictor
-    would show at that number; predicted, stood: means."""
+    """Of one slot. ece: of the predicted survival over num_rounds rounds that judged it; floor: what a perfect
+    predictor would show at that number; predicted, stood: means."""
 
     num_rounds: int
     ece: float
