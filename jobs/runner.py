@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,9 +31,19 @@ _has_own_cluster = False
 INTERRUPTED = 130  # exit status of a process that Ctrl-C ends: 128 + SIGINT
 
 
-def main(config_class: type[C], run: RunStage, *, default_config: str, argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, call `run(config, fresh=, dry_run=)` and print its result as the last line."""
-    arguments = _parse(default_config, argv)
+def main(
+    config_class: type[C],
+    run: RunStage,
+    *,
+    default_config: str,
+    flags: Mapping[str, str] | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse the command line, call `run(config, fresh=, dry_run=)` and print its result as the last line.
+
+    flags: keys of the config that may also be given as a flag of their own, with what stands for its value in the help.
+    """
+    arguments = _parse(default_config, flags or {}, argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
@@ -146,7 +156,7 @@ def gpus_per_worker(wanted: float | None) -> float:
     return 1.0 if ray.cluster_resources().get("GPU", 0) > 0 else 0.0
 
 
-def _parse(default_config: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(default_config: str, flags: Mapping[str, str], argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument(
         "--config",
@@ -157,8 +167,15 @@ def _parse(default_config: str, argv: Sequence[str] | None) -> argparse.Namespac
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved plan and projected sizes, do nothing"
     )
+    for key, metavar in flags.items():
+        parser.add_argument(
+            "--" + key.replace("_", "-"), dest=key, metavar=metavar, help=f"the same as {key}={metavar}"
+        )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to the config")
-    return parser.parse_intermixed_args(argv)  # overrides may stand before, between and after options
+    arguments = parser.parse_intermixed_args(argv)  # overrides may stand before, between and after options
+    given = {key: getattr(arguments, key) for key in flags}
+    arguments.overrides += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return arguments
 
 
 def _has_gpu() -> bool:

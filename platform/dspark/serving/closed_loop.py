@@ -23,7 +23,7 @@ from dspark.speculation.calibration import SlotScales
 from dspark.storage import absolute, locate
 from dspark.traffic.calibration_watch import CalibrationWatch, FoundCalibration
 from dspark.traffic.config import WatchConfig
-from dspark.traffic.drift import MODES_LEVEL, AcceptanceWatch
+from dspark.traffic.drift import LEVELS, AcceptanceWatch
 from dspark.traffic.fine_tune import FineTune, Submit
 from dspark.traffic.live_error import ConfidenceWindow
 from dspark.traffic.recorder import AnswerRecord, Recorder
@@ -54,7 +54,7 @@ class Belief:
 
     @classmethod
     def new(cls, found: FoundCalibration, config: WatchConfig, block_size: int) -> "Belief":
-        levels = found.calibration.fitted_on.get(MODES_LEVEL, {})
+        levels = found.calibration.fitted_on.get(LEVELS, {})
         options = config.model_dump(include={"drop", "rounds_between_false_alarms", "design_effect", "learn_rounds"})
         return cls(
             found,

@@ -73,9 +73,7 @@ def _drift_families(belief: Belief) -> list[Metric]:
     text = "Test of acceptance against its level at calibration: from 1 on it has fallen."
     return [
         _gauges("acceptance_drift", text, ("mode",), scores),
-        _gauges(
-            "acceptance_ratio", "Draft tokens that stood lately over the level's.", ("mode",), ratios
-        ),
+        _gauges("acceptance_ratio", "Draft tokens that stood lately over the level's.", ("mode",), ratios),
         _gauges("acceptance_level", "Conditional acceptance at calibration.", ("mode", "position"), levels),
         _by_label("acceptance_drift_alarms", "Times that acceptance was found to have fallen.", "mode", alarms),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 LOWEST, HIGHEST = 0.01, 0.99  # levels nearer to 0 or 1 rest on too few rounds to be believed
 RECENT = 0.998  # weight of what was seen once another round has come: the newest five hundred decide
-MODES_LEVEL = "acceptance"  # where a calibration says what was accepted when it was fitted
+LEVELS = "acceptance"  # where a calibration tells the levels that were found when it was fitted, by way of decoding
 
 
 class AcceptanceCusum:

@@ -54,9 +54,7 @@ class FineTune:
     def _run(self, drafter: str, drafter_sha256: str, reason: str) -> None:
         try:
             outcome = self.start_now(drafter, drafter_sha256, reason)
-        except (
-            Exception
-        ) as error:  # whatever a store or a cluster raises: serving goes on, the next alarm tries again
+        except Exception as error:  # whatever a store or a cluster raises: serving goes on, the next alarm tries again
             log.error("no fine-tuning was started after %s: %s", reason, one_line(error))
             outcome = "failed"
         finally:

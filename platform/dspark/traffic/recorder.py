@@ -21,9 +21,7 @@ from dspark.traffic.redaction import Redactor
 from dspark.traffic.rounds import Origin, RoundBuffer
 from dspark.traffic.shards import ROUNDS, TEXTS, ShardFolder
 
-PAUSE_S = (
-    30.0  # after a file could not be written, none is tried for so long: a store that is away costs next to nothing
-)
+PAUSE_S = 30.0  # without a try after a file could not be written: a store that is away costs next to nothing
 TEXT_BYTES = 4_000_000  # of texts, after which a file is written
 
 log = logging.getLogger("dspark.traffic")
