@@ -70,7 +70,8 @@ class Recorder:
         self._redactor = None
         if texts is not None:
             self._redactor = Redactor(texts.rules, texts.redact, max_characters=texts.max_characters)
-        self._buffer, self._origin = RoundBuffer(), None
+        self._buffer = RoundBuffer()
+        self._origin: Origin | None = None
         self._lines: list[str] = []
         self._num_text_bytes = 0
         self._write_at = time.monotonic() + config.flush_s

@@ -18,6 +18,14 @@ from dspark.speculation.statistics import Round
 FORMAT = 1
 MODES = ("greedy", "sampled", "seeded")  # ways of decoding, as the engine tells them apart
 METADATA = b"dspark"
+COLUMNS: dict[str, type[Any]] = {
+    "request": np.uint64,
+    "mode": np.int8,
+    "is_whole": np.bool_,
+    "logits": np.float32,
+    "num_accepted": np.int64,
+    "num_judged": np.int64,
+}
 
 
 @dataclass(frozen=True)
@@ -56,20 +64,19 @@ class RecordedRounds:
         """Those of one way of decoding."""
         return self.where(self.mode == MODES.index(mode))
 
-    def where(self, kept: NDArray[np.bool_]) -> "RecordedRounds":
-        columns = (self.request, self.mode, self.is_whole, self.logits, self.num_accepted, self.num_judged)
-        return RecordedRounds(*(column[kept] for column in columns), self.num_unusable)
+    def where(self, kept: Any) -> "RecordedRounds":
+        """Those that are kept: [N] bool."""
+        columns: dict[str, Any] = {name: getattr(self, name)[kept] for name in COLUMNS}
+        return RecordedRounds(**columns, num_unusable=self.num_unusable)
 
     @classmethod
     def joined(cls, parts: Sequence["RecordedRounds"], block_size: int) -> "RecordedRounds":
         """All rounds of the parts, in their order."""
         if not parts:
-            empty = np.zeros(0, np.int64)
-            no_logits = np.zeros((0, block_size), np.float32)
-            return cls(empty.astype(np.uint64), empty.astype(np.int8), empty.astype(bool), no_logits, empty, empty)
-        names = ("request", "mode", "is_whole", "logits", "num_accepted", "num_judged")
-        columns = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
-        return cls(*columns, sum(part.num_unusable for part in parts))
+            empty: dict[str, Any] = {name: np.zeros(0, kind) for name, kind in COLUMNS.items()}
+            return cls(**empty | {"logits": np.zeros((0, block_size), np.float32)})
+        columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+        return cls(**columns, num_unusable=sum(part.num_unusable for part in parts))
 
 
 class RoundBuffer:
@@ -142,17 +149,14 @@ def decode(content: bytes) -> tuple[Origin, RecordedRounds]:
     if min(judged.min(initial=0), accepted.min(initial=0)) < 0 or not np.isin(small["mode"], range(len(MODES))).all():
         raise ValueError("counts below 0, or an unknown way of decoding")
     logits[slots < lengths[:, None]] = values
-    rounds = RecordedRounds(small["request"], small["mode"], small["is_whole"], logits, accepted, judged)
-    is_usable = np.where(slots < judged[:, None], np.isfinite(logits), True).all(axis=1)
-    usable = rounds.where(is_usable)
-    return origin, RecordedRounds(*_columns(usable), num_unusable=int((~is_usable).sum()))
+    is_unusable = ((slots < judged[:, None]) & ~np.isfinite(logits)).any(axis=1)
+    rounds = RecordedRounds(
+        small["request"], small["mode"], small["is_whole"], logits, accepted, judged, int(is_unusable.sum())
+    )
+    return origin, rounds.where(~is_unusable)
 
 
 def num_judged(done: Round) -> int:
     """Slots of a round whose fate was decided: none behind a stop token."""
     is_stopped_inside = done.num_committed <= done.num_accepted
     return done.num_committed if is_stopped_inside else done.num_proposed
-
-
-def _columns(rounds: RecordedRounds) -> tuple[Any, ...]:
-    return rounds.request, rounds.mode, rounds.is_whole, rounds.logits, rounds.num_accepted, rounds.num_judged
