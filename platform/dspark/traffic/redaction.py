@@ -16,8 +16,8 @@ PATTERNS: Mapping[str, str] = {
     # A private key, also where its end is missing; and what follows a word that announces a secret.
     "secret": (
         r"-----BEGIN [A-Z ]{1,40}-----[\s\S]{0,8000}?(?:-----END [A-Z ]{1,40}-----|\Z)"
-        r"|(?i:\b(?:password|passwd|passphrase|secret|token|api[ _-]?key|authorization|bearer)\b)"
-        r"[\"']?(?:[ \t]{0,3}[:=][ \t]{0,3}(?:bearer[ \t]{1,3}|basic[ \t]{1,3})?|(?<=earer)[ \t]{1,3})[^\s,;]{1,500}"
+        r"|(?i:\b(?:password|passwd|passphrase|secret|token|api[ _-]?key|authorization)\b[\"']?[ \t]{0,3}[:=][ \t]{0,3}"
+        r"(?:(?:bearer|basic)[ \t]{1,3})?[^\s,;]{1,500}|\bbearer[ \t]{1,3}[A-Za-z0-9_.\-/+=]{8,500})"
     ),
     "email": rf"[^{_NO}]{{1,64}}@[^{_NO}]{{1,190}}\.[^{_NO}.]{{2,24}}",
     # Issuers' prefixes, JSON web tokens, long hexadecimal numbers and long runs of what keys are made of.

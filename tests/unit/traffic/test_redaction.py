@@ -11,7 +11,7 @@ from dspark.traffic.redaction import PATTERNS, Redactor
 
 SECRETS = {
     "email": ["ada.lovelace+news@mail.example.co.uk", "jörg@exämple.de", "x_1@a-b.org"],
-    "phone": ["+49 170 1234567", "+1 (415) 555-2671", "(415) 555-2671", "415-555-2671", "0170 / 123 45 67", "0049301234567"],
+    "phone": ["+49 170 1234567", "+1 (415) 555-2671", "(415) 555-2671", "415-555-2671", "0170 / 123 45 67", "0049309876"],
     "key": [
         "sk-proj-abcdefghijklmnop1234",
         "ghp_16C7e42F292c6912E7710c838347Ae178B4a",
@@ -57,7 +57,7 @@ def test_nothing_of_a_known_shape_is_left_wherever_it_stands(rule: RuleName, sec
     ):
         told = redactor()
         text = told.clean(before + secret + after)
-        assert "[" in text and text.startswith(before), text
+        assert text.startswith(before.rstrip("(") + "[") or "([" in text, text
         assert not [part for part in parts_of(secret) if part in text], text
         assert sum(told.counts.values()) >= 1
         assert told.clean(text) == text  # what was put in its place fits no rule
