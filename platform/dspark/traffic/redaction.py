@@ -15,7 +15,7 @@ _DIGIT_BEFORE, _DIGIT_AFTER = r"(?<![\w.])", r"(?![\w])"
 PATTERNS: Mapping[str, str] = {
     # A private key, also where its end is missing; and what follows a word that announces a secret.
     "secret": (
-        r"-----BEGIN [A-Z ]{1,40}-----[\s\S]{0,8000}?(?:-----END [A-Z ]{1,40}-----|\Z)"
+        r"-----BEGIN [A-Z ]{1,40}-----(?:[^-]|-(?!----))*(?:-----END [A-Z ]{1,40}-----)?"
         r"|(?i:\b(?:password|passwd|passphrase|secret|token|api[ _-]?key|authorization)\b[\"']?[ \t]{0,3}[:=][ \t]{0,3}"
         r"(?:(?:bearer|basic)[ \t]{1,3})?[^\s,;]{1,500}|\bbearer[ \t]{1,3}[A-Za-z0-9_.\-/+=]{8,500})"
     ),
