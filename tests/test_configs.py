@@ -26,6 +26,7 @@ CONFIG_OF = {
     "calibrate": "dspark.evaluation.config:CalibrateConfig",
     "dspark": "dspark.serving.deployment_file:DeploymentFile",
     "pipeline": "pipeline:PipelineConfig",
+    "plan": "plan:PlanConfig",
     "profile_engine": "dspark.evaluation.profiling:ProfileConfig",
 }
 
