@@ -7,7 +7,7 @@ from typing import Any
 import runner
 from dspark.provenance import read_json, write_json
 from dspark.storage import absolute, locate
-from dspark.tracking import resolve_uri
+from dspark.tracking_config import resolve_uri
 from dspark.training.config import TrainConfig
 from dspark.training.samples import open_samples, plan_of, split_indices
 from dspark.transfer import local_file
