@@ -57,6 +57,7 @@ def run(config: CalibrateConfig, *, fresh: bool = False, dry_run: bool = False) 
         return _result(config, plan, earlier) | {"skipped": True}
     with runner.track(config, "calibrate", drafter=plan.subject.drafter) as tracked:
         started = time.monotonic()
+        tracked.log_datasets([evaluate.dataset_of(measurement, plan, "calibration")])
         measured = evaluate.measure(measurement, plan)
         speed = evaluate.speed_of(measured, time.monotonic() - started)
         report = _report(config, plan, plan.done + measured, halves, block_size)
@@ -69,6 +70,7 @@ def run(config: CalibrateConfig, *, fresh: bool = False, dry_run: bool = False) 
         _track(tracked, report)
         for artifact in (path, local_file(locate(plan.subject.drafter) / CALIBRATION)):
             tracked.log_artifact(artifact)
+        _mark(tracked, config, plan.subject.drafter_sha256, report)
     return _result(config, plan, report)
 
 
@@ -181,6 +183,11 @@ def _track(tracked: Run, report: dict[str, Any]) -> None:
             tracked.log_metrics(known, step=entry["position"])
 
 
+def _mark(tracked: Run, config: CalibrateConfig, sha256: str, report: dict[str, Any]) -> None:
+    errors = {f"ece.{mode}": content["mean_ece"]["after"] for mode, content in report["modes"].items()}
+    runner.mark_drafter(tracked, config.tracking, sha256, "calibrated", errors)
+
+
 def _means(mode: str, content: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in content["mean_ece"].items():
         if value is not None:
@@ -224,7 +231,9 @@ def calibrate_from_traffic(config: CalibrateConfig, *, fresh: bool, dry_run: boo
         write_json(path, report)
         print(format_calibration(report), flush=True)
         _track(tracked, report)
+        tracked.log_datasets([fit.dataset()])
         tracked.log_artifact(path)
+        _mark(tracked, config, fit.sha256, report)
     result: dict[str, Any] = report["result"]
     return result
 

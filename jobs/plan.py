@@ -180,7 +180,8 @@ def _training(config: PlanConfig) -> dict[str, Any]:
         return {"training": found}
     seconds = anchors / pace
     print(
-        f"training: {anchors:,} anchors at most, at {pace:,.0f}/s ({source}) {_duration(seconds)} at most", flush=True
+        f"training: {anchors:,} anchors at most, at {pace:,.0f}/s ({source}) {runner.duration(seconds)} at most",
+        flush=True,
     )
     return {"training": found | {"seconds_at_most": round(seconds, 1)}}
 
@@ -196,11 +197,6 @@ def _pace(config: PlanConfig) -> tuple[float | None, str]:
         return None, f"no finished training at {config.trained}"
     result = read_json(path)
     return result["anchors"] / result["seconds"], f"the pace of {config.trained}"
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds / 60), 60)
-    return f"{hours} h {rest:02d} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 if __name__ == "__main__":

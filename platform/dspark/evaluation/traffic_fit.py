@@ -17,6 +17,7 @@ from dspark.evaluation.traffic_calibration import (
     traffic_report,
 )
 from dspark.provenance import fingerprint, git_revision, read_json
+from dspark.run_contents import DatasetRecord
 from dspark.speculation.calibration import Calibration
 from dspark.storage import Location, absolute, locate
 from dspark.traffic.drift import LEVELS
@@ -65,6 +66,11 @@ class TrafficFit:
             "answers": self.traffic.num_answers,
             "refused": self.traffic.refused,
         }
+
+    def dataset(self) -> DatasetRecord:
+        """The rounds, as a run records what it reads."""
+        profile = {"rounds": len(self.traffic.rounds), "answers": self.traffic.num_answers}
+        return DatasetRecord("served rounds", fingerprint(self.traffic.files), str(self.folder), "calibration", profile)
 
     def plan(self) -> str:
         """The same in words."""
