@@ -275,7 +275,7 @@ def _record_entrants(config: CompareConfig, parent: Run, result: dict[str, Any])
 
 def _shared_view(config: CompareConfig, parent: Run, result: dict[str, Any]) -> str | None:
     """The children of this comparison beside each other, in MLflow's page."""
-    modes = next(iter(result["accepted_length"].values()), {})
+    modes: dict[str, Any] = next(iter(result["accepted_length"].values()), {})
     columns = ["tags.kind", "params.architecture", *(f"metrics.{mode}/overall/accepted_length" for mode in modes)]
     columns += ["metrics.parameters", "metrics.seconds", "metrics.steps_per_s"]
     columns += [f"metrics.{mode}/{name}" for mode in result["contest"] for name in ("ratio", "tokens_per_s")]
