@@ -16,12 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def run_job(capsys: pytest.CaptureFixture[str], config: str, *overrides: str) -> tuple[int, Any, str]:
-    status = runner.main(
-        plan.PlanConfig,
-        plan.run,
-        default_config="plan.yaml",
-        argv=["--config", config, *overrides, "tracking.enabled=false"],
-    )
+    argv = ["--config", config, *overrides, "tracking.enabled=false"]
+    status = runner.main(plan.PlanConfig, plan.run, default_config="plan.yaml", argv=argv)
     out, err = capsys.readouterr()
     return status, json.loads(out.splitlines()[-1]) if status == 0 else None, out + err
 
