@@ -160,7 +160,7 @@ def imports() -> dict[str, set[str]]:
 
 def test_the_package_is_found(imports: dict[str, set[str]]) -> None:
     assert {"dspark.config", "dspark.tracking", "dspark.drafters.base"} <= imports.keys()
-    assert "dspark.config" in imports["dspark.tracking"]
+    assert "dspark.errors" in imports["dspark.tracking"]
 
 
 def test_imports_point_downwards(imports: dict[str, set[str]]) -> None:

@@ -85,7 +85,8 @@ def register(run: Recorder, name: str, model_id: str, *, sha256: str, stage: str
         if not client.search_registered_models(f"name = '{name}'"):
             client.create_registered_model(name)
         tags = {STAGE: stage, SHA256: sha256}
-        version = client.create_model_version(name, f"models:/{model_id}", run_id=run_id, tags=tags, model_id=model_id)
+        source = client.get_logged_model(model_id).artifact_location  # "models:/…" would be looked up in another store
+        version = client.create_model_version(name, source, run_id=run_id, tags=tags, model_id=model_id)
         client.set_registered_model_alias(name, NEWEST, version.version)
         return str(version.version)
 

@@ -1,6 +1,5 @@
-"""MLflow runs that end truthfully and never take a job down with them; the only module that imports mlflow.
-
-mlflow is imported inside functions: it costs a second and 170 MB, which the watcher and untracked jobs do without.
+"""MLflow runs that end truthfully and never take a job down with them; the only module that imports mlflow, inside
+functions: it costs a second and 170 MB, which the watcher and untracked jobs do without.
 """
 
 import contextlib

@@ -147,4 +147,4 @@ def test_progress_tells_pace_and_what_is_left() -> None:
     assert progress.said(10) == "10 of 40, 2.5/s, 12 s left"
     now[0] = 600.0
     assert progress.said(10) == "10 of 40, 1/min, 30 min 00 s left"
-    assert [runner.duration(s) for s in (0.4, 59.9, 61, 7300)] == ["0 s", "1 min 00 s", "1 min 01 s", "2 h 02 min"]
+    assert [runner.duration(s) for s in (0.4, 59.9, 61, 7300)] == ["0 s", "1 min 00 s", "1 min 01 s", "2 h 01 min"]

@@ -53,7 +53,8 @@ def test_stretched_confidences_are_mended_although_rounds_were_cut_by_what_they_
     for mode, stretch in (("greedy", 3.0), ("sampled", 0.5)):
         content = report[mode]
         assert content["is_taken"]
-        assert content["mean_ece"]["before"] > 0.07 > 0.04 > content["mean_ece"]["after"]
+        errors = content["mean_ece"]
+        assert errors["before"] > 0.07 > 2 * errors["floor"] > errors["after"]
         assert content["temperatures"][0] == pytest.approx(stretch, rel=0.35)
         assert abs(content["rounds"]["fit"] - content["rounds"]["test"]) < 800
 
@@ -67,7 +68,7 @@ def test_scales_that_are_right_already_are_not_replaced_by_worse_ones() -> None:
     assert content["is_taken"] == (content["mean_ece"]["after"] <= content["mean_ece"]["before"])
     if not content["is_taken"]:
         assert calibration.scales == right.scales
-    assert content["mean_ece"]["before"] < 0.03 < content["raw"]
+    assert content["mean_ece"]["before"] < 2 * content["mean_ece"]["floor"] < content["raw"]
 
 
 def test_too_few_rounds_and_seeded_ones_change_no_scales() -> None:

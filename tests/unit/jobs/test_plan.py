@@ -43,7 +43,7 @@ def test_numbers_alone_make_a_plan(
     assert 256 not in result["pays_at"]
     assert "do not speculate" in out
     cache = result["cache"]
-    assert cache["bytes"] == 15_000 * (5 + 2 * 5 * 32) + 10_000 * (4 + 2 * 32)  # a hidden size of 32
+    assert cache["bytes"] == 15_000 * (5 + 2 * 5 * 64) + 10_000 * (4 + 2 * 64)  # a hidden size of 64
     training = result["training"]
     assert training["seconds_at_most"] == pytest.approx(training["max_anchors"] / 500, abs=0.1)
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["loads"] == result["loads"]

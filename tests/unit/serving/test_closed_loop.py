@@ -154,13 +154,13 @@ def test_a_new_calibration_is_taken_while_it_serves_and_counts_start_anew(starte
     levels = {"acceptance": {"greedy": [0.5, 0.4]}}
     Calibration({"greedy": MIS_SCALED, "sampled": MIS_SCALED}, digest, levels).save(drafter / "calibration.json")
     assert waited(lambda: policy.confidences is not before)
+    found = policy.confidences.survival(request_of(replica), proposal_of([1.0, 1.0]))
+    assert found[0] == pytest.approx(1 / (1 + np.exp(-13.0)), abs=1e-3)
     assert told(replica, "dspark_calibration_reloads_total", outcome="taken") == [1]
     assert told(replica, "dspark_confidence_ece") == []
     assert told(replica, "dspark_acceptance_level", mode="greedy") == [0.5, 0.4]
     send(replica, some_bodies())
     assert told(replica, "dspark_confidence_ece", mode="greedy", position="0")[0] > 0.1
-    found = policy.confidences.survival(request_of(replica), proposal_of([1.0, 1.0]))
-    assert found[0] == pytest.approx(1 / (1 + np.exp(-13.0)), abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["another drafter's", "broken", "too few slots", "gone"])
