@@ -78,7 +78,7 @@ def test_a_drafter_becomes_a_model_a_version_and_is_marked_as_it_gets_further(
     assert (first.tags["dspark.stage"], first.tags["dspark.ece.greedy"]) == ("calibrated", "0.01")
     assert "dspark.ece.sampled" not in first.tags
     assert second.tags["dspark.stage"] == "trained"
-    assert client.get_model_version_by_alias(name, "newest").version == "2"
+    assert str(client.get_model_version_by_alias(name, "newest").version) == "2"
 
 
 def test_a_view_is_kept_with_the_experiment_and_found_by_its_address(
