@@ -32,12 +32,14 @@ from dspark.engine.drafter_folder import CALIBRATION, COST_CURVE, DRAFTER_FILES,
 from dspark.evaluation.traffic_calibration import read_traffic
 from dspark.provenance import read_json, write_json
 from dspark.speculation.calibration import Calibration, SlotScales
+from replica_here import ReplicaHere
 from running_fleet import RunningFleet
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REPORT = "report.json"
 MODES = ("greedy", "sampled")
 RELOAD_S = 60.0
+Server = RunningFleet | ReplicaHere
 SAMPLE = re.compile(r"(\w+)\{([^}]*)\} (\S+)")
 
 
@@ -65,7 +67,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "traffic": {"folder": str(folder / "traffic"), "flush_s": 5.0, "whole_blocks": options.whole_blocks},
         "watch": {"window_rounds": max(1000, 2 * options.rounds), "calibration_check_s": 1.0},
     }
-    with RunningFleet(options.deployment, changes, num_replicas=1) as fleet:
+    with _server(options, changes) as fleet:
         replica = _replicas(fleet)
         num_wanted = options.rounds - _num_recorded(folder / "traffic", drafter)
         asyncio.run(_send(fleet, before, num_wanted, options))
@@ -88,6 +90,12 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "live_error_after": mended,
         "refit": {name: refit[name] for name in ("mean_ece", "rounds", "taken", "temperatures", "shifts", "seconds")},
     }
+
+
+def _server(options: argparse.Namespace, changes: dict[str, Any]) -> Server:
+    if options.in_process:
+        return ReplicaHere(options.deployment, changes)
+    return RunningFleet(options.deployment, changes, num_replicas=1)
 
 
 def _mis_scaled(source: Path, copy: Path, stretch: float) -> Path:
@@ -125,7 +133,7 @@ def _num_recorded(folder: Path, drafter: Path) -> int:
 
 
 async def _send(
-    fleet: RunningFleet, prompts: Sequence[list[dict[str, str]]], num_rounds: int, options: argparse.Namespace
+    fleet: Server, prompts: Sequence[list[dict[str, str]]], num_rounds: int, options: argparse.Namespace
 ) -> None:
     """Requests, so many at once, until that many more rounds with confidences were seen."""
     number = itertools.count()
@@ -169,17 +177,19 @@ def _refit(options: argparse.Namespace, folder: Path, drafter: Path) -> dict[str
     return result
 
 
-def _wait_for_reload(fleet: RunningFleet) -> float:
+def _wait_for_reload(fleet: Server) -> float:
     """Seconds until the replica goes by the new calibration. Raises: TimeoutError."""
     started = time.monotonic()
-    while fleet.gauge('dspark_calibration_reloads_total{outcome="taken"') < 1:
+    while not any(
+        n for labels, n in _samples(fleet, "dspark_calibration_reloads_total") if labels["outcome"] == "taken"
+    ):
         if time.monotonic() - started > RELOAD_S:
             raise TimeoutError(f"the new calibration was not taken within {RELOAD_S:g} s; see {fleet.log}")
         time.sleep(0.2)
     return round(time.monotonic() - started, 1)
 
 
-def _live(fleet: RunningFleet) -> dict[str, Any]:
+def _live(fleet: Server) -> dict[str, Any]:
     """Live calibration error by way of decoding: the mean, and by position with its floor and number of rounds."""
     found: dict[str, Any] = {mode: {"mean": None, "positions": {}} for mode in MODES}
     for labels, value in _samples(fleet, "dspark_confidence_ece_mean"):
@@ -197,17 +207,17 @@ def _said(live: dict[str, Any]) -> str:
     return ", ".join(f"{mode} {'-' if mean is None else f'{100 * mean:.2f} %'}" for mode, mean in means.items())
 
 
-def _num_rounds(fleet: RunningFleet) -> float:
+def _num_rounds(fleet: Server) -> float:
     """Verifications of drafted tokens so far; copies have no confidences."""
     return fleet.gauge("dspark_rounds_total") - fleet.gauge("dspark_lookup_rounds_total")
 
 
-def _replicas(fleet: RunningFleet) -> list[str]:
+def _replicas(fleet: Server) -> list[str]:
     """Of which replica /metrics tells; another process would have another name."""
     return sorted({labels["replica"] for labels, _ in _samples(fleet, "dspark_steps_total")})
 
 
-def _samples(fleet: RunningFleet, name: str) -> Iterator[tuple[dict[str, str], float]]:
+def _samples(fleet: Server, name: str) -> Iterator[tuple[dict[str, str], float]]:
     for line in fleet.metrics(name):
         match = SAMPLE.fullmatch(line)
         with contextlib.suppress(ValueError):
@@ -225,11 +235,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", default=prompts)
     parser.add_argument("--rounds", type=int, default=10_000, help="recorded before the refit, and seen after it")
     parser.add_argument("--stretch", type=float, default=3.0, help="what the temperatures are divided by")
-    parser.add_argument("--whole-blocks", type=float, default=0.1, help="share of requests with whole blocks verified")
+    parser.add_argument("--whole-blocks", type=float, default=0.3, help="share of requests with whole blocks verified")
     parser.add_argument("--bar", type=float, default=0.03, help="mean live calibration error to come below")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--in-process", action="store_true", help="the replica in this process, without Ray Serve")
     parser.add_argument("--fresh", action="store_true", help="start over")
     return parser.parse_args(argv)
 
