@@ -65,6 +65,8 @@ def _dataset(config: TrainConfig, samples: SampleSource, plan: dict[str, Any]) -
 
 def _record(config: TrainConfig, tracked: Run, output: Location) -> None:
     """The drafter as a model of the run, and as a version of the registered one where that is asked for."""
+    if tracked.run_id is None:
+        return
     digest = drafter_sha256(local_folder(output, DRAFTER_FILES))
     files = [local_file(output / name) for name in DRAFTER_FILES]
     params = config.drafter.model_dump(mode="json") | {"steps": config.steps, "initialize_from": config.initialize_from}

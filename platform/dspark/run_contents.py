@@ -137,10 +137,8 @@ def share_view(run: Recorder, *, name: str, columns: Sequence[str], search: str,
     return found
 
 
-def view_hint(run: Recorder, path: str | None) -> str:
-    """Where to look, in words; "" where nothing is recorded."""
-    if path is None:
-        return ""
+def view_hint(run: Recorder, path: str) -> str:
+    """Where to look, in words. path: from `share_view`."""
     if run.uri.startswith("http"):
         return f"comparison in MLflow: {re.sub(r'//[^/@]*@', '//', run.uri).rstrip('/')}{path}"
     return f"comparison in MLflow: mlflow ui --backend-store-uri {run.uri}, then http://127.0.0.1:5000{path}"

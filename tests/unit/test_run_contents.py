@@ -92,13 +92,14 @@ def test_a_view_is_kept_with_the_experiment_and_found_by_its_address(
         experiment_id = client.get_run(str(run.run_id)).info.experiment_id
         assert str(path).startswith(f"/#/experiments/{experiment_id}/runs?viewStateShareKey=")
         key = str(path).rpartition("=")[2]
+        assert path is not None
         assert view_hint(run, path).startswith(f"comparison in MLflow: mlflow ui --backend-store-uri {config.uri}")
     state = json.loads(client.get_experiment(experiment_id).tags[f"mlflow.sharedViewState.{key}"])
     assert "metrics.`greedy/overall/accepted_length`" in state["selectedColumns"]
     assert state["orderByKey"] == "metrics.`greedy/overall/accepted_length`"
+    assert path is not None
     run.uri = "http://user:secret@tracking:5000/"
     assert view_hint(run, path) == f"comparison in MLflow: http://tracking:5000{path}"
-    assert view_hint(run, None) == ""
 
 
 def test_runs_within_a_pipeline_are_its_children(config: TrackingConfig, client: MlflowClient) -> None:

@@ -15,6 +15,7 @@ from dspark.engine.loading import LoadedEngine
 from dspark.engine.request import GenerationRequest
 from dspark.engine.running import DecodingMode
 from dspark.engine.step import StepOutput
+from dspark.errors import one_line
 from dspark.provenance import git_revision
 from dspark.serving.config import ServeConfig
 from dspark.serving.fine_tune_job import submit_job
@@ -78,6 +79,7 @@ class ClosedLoop:
             submit = submit or submit_job(settings.address, settings.working_dir)
             self.fine_tune = FineTune(settings, folder=self.recorder.folder.place, submit=submit)
         self.calibrations = {"taken": 0, "refused": 0}  # of drafters that served before
+        self.is_paused = False
         self.served: Served | None = None
         self.belief: Belief | None = None
         self.calibration_watch: CalibrationWatch | None = None
@@ -86,7 +88,24 @@ class ClosedLoop:
         self._git_revision = git_revision() if config.traffic is not None else None
 
     def pause(self) -> None:
-        """Nothing counts until `use`: another drafter is about to take over."""
+        """Nothing counts until `use` or `resume`: another drafter is about to take over."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """All is as it was: the other drafter was refused."""
+        self.is_paused = False
+
+    def use(self, loaded: LoadedEngine, drafter: str | None) -> None:
+        """Go by this engine. It reads the drafter's weights to know them again, which takes a moment."""
+        self._forget()
+        try:
+            self._watch(loaded, drafter)
+        except Exception as error:  # whatever a store raises: answers are served, if unwatched
+            log.error("drafter %s is not watched while it serves: %s", drafter, one_line(error))
+            self._forget()
+        self.is_paused = False
+
+    def _forget(self) -> None:
         self.served = self.belief = None
         if self.calibration_watch is not None:
             self.calibration_watch.stop()
@@ -94,9 +113,7 @@ class ClosedLoop:
                 self.calibrations[outcome] += number
             self.calibration_watch = None
 
-    def use(self, loaded: LoadedEngine, drafter: str | None) -> None:
-        """Go by this engine. It reads the drafter's weights to know them again, which takes a moment."""
-        self.pause()
+    def _watch(self, loaded: LoadedEngine, drafter: str | None) -> None:
         if drafter in WITHOUT_FOLDER or loaded.provenance is None or not loaded.engine.policy.has_confidence:
             return
         folder = absolute(str(drafter))
@@ -120,7 +137,7 @@ class ClosedLoop:
 
     def close(self) -> None:
         """Write what is recorded, and stop the threads."""
-        self.pause()
+        self._forget()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -160,7 +177,7 @@ class ClosedLoop:
         """To be filled, where this answer is drawn for it."""
         if self.recorder is None or self._origin is None or self.served is None:
             return None
-        messages = _messages(request)
+        messages = None if self.recorder.config.texts is None else _messages(request)
         record = self.recorder.begin(self._origin, mode, may_keep_text=messages is not None)
         if record is not None and record.keeps_prompt:
             record.messages = messages
@@ -183,8 +200,10 @@ class Recording:
         if record is not None and record.keeps_answer:
             record.pieces.append(output.text)
         belief = loop.belief
-        if done is None or done.confidence_logits is None or belief is None or loop.served is not self._served:
-            return  # none that a present drafter proposed
+        if done is None or done.confidence_logits is None or belief is None:
+            return
+        if loop.is_paused or loop.served is not self._served:
+            return  # which drafter proposed it is not known, or it is another one than the record's
         mode, judged = self._modes[output.request_id], num_judged(done)
         belief.windows[mode].add(done.confidence_logits, done.num_accepted, judged)
         if belief.watches[mode].add(done.num_accepted, judged):

@@ -178,7 +178,7 @@ class TargetReplica:
             self._closed_loop.pause()
             await self._loop.replace_engine(make)
         except Exception as error:  # whatever it is: one that leaves here ends this replica, and the next one as well
-            await asyncio.to_thread(self._closed_loop.use, self.loaded, self._drafter)
+            self._closed_loop.resume()
             self._swaps["refused"] += 1
             log.error("drafter %s is refused, %s goes on: %s", named, self._drafter, one_line(error))
             return
