@@ -31,6 +31,7 @@ from dspark.traffic.drift import LEVELS
 from dspark.transfer import local_file
 
 REPORT = "calibration_report.json"
+FLAGS = {"from_traffic": "FOLDER"}
 
 log = logging.getLogger("dspark.calibrate")
 
@@ -239,4 +240,4 @@ def calibrate_from_traffic(config: CalibrateConfig, *, fresh: bool, dry_run: boo
 
 
 if __name__ == "__main__":
-    sys.exit(runner.main(CalibrateConfig, run, default_config="calibrate.yaml", flags={"from_traffic": "FOLDER"}))
+    sys.exit(runner.main(CalibrateConfig, run, default_config="calibrate.yaml", flags=FLAGS))
