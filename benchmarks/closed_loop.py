@@ -74,7 +74,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         time.sleep(6.0)  # until the last rounds are written
         mis_scaled = _live(fleet)
         refit = _refit(options, folder, drafter)
-        reload_s = _wait_for_reload(fleet)
+        reload_s = _wait_for_reload(fleet) if refit["taken"] else None
         asyncio.run(_send(fleet, after, options.rounds, options))
         mended = _live(fleet)
         is_same = _replicas(fleet) == replica
