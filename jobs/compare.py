@@ -90,8 +90,8 @@ def run(config: CompareConfig, *, fresh: bool = False, dry_run: bool = False) ->
             parent.log_artifact(path.parent / name)
         _record_drafters(config, parent, training, result)
         _record_entrants(config, parent, result)
-        if path := _shared_view(config, parent, result):
-            print(view_hint(parent, path), flush=True)
+        if view := _shared_view(config, parent, result):
+            print(view_hint(parent, view), flush=True)
     return result
 
 
