@@ -8,12 +8,12 @@ jobs/calibrate.py --from-traffic runs beside the server, and other prompts are s
 under the new scales. It fails unless the live calibration error (the mean over positions, by way of decoding, as
 /metrics tells it) was above --bar before and is below it afterwards, in the same process of the same replica.
 
-Killed, the same command goes on: recorded rounds stay, and what is in report.json is not done again.
+Killed, the same command goes on: recorded rounds stay, and what is in report.json is not done again. Every start begins
+with the mis-scaled calibration, whose live error it measures over some thousand rounds at least.
 """
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import re
@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ from running_fleet import RunningFleet
 REPOSITORY = Path(__file__).resolve().parents[1]
 REPORT = "report.json"
 MODES = ("greedy", "sampled")
-RELOAD_S = 60.0
+RELOAD_S, POLL_S = 60.0, 5.0
+MIN_SEEN = 1000
 Server = RunningFleet | ReplicaHere
+Scraped = dict[str, list[tuple[dict[str, str], float]]]
 SAMPLE = re.compile(r"(\w+)\{([^}]*)\} (\S+)")
 
 
@@ -68,20 +70,21 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "watch": {"window_rounds": max(1000, 2 * options.rounds), "calibration_check_s": 1.0},
     }
     with _server(options, changes) as fleet:
-        replica = _replicas(fleet)
+        replica = _replicas(_scrape(fleet))
         num_wanted = options.rounds - _num_recorded(folder / "traffic", drafter)
+        num_wanted = max(num_wanted, min(MIN_SEEN, options.rounds))  # the live error is of this start
         asyncio.run(_send(fleet, before, num_wanted, options))
         time.sleep(6.0)  # until the last rounds are written
-        mis_scaled = _live(fleet)
+        mis_scaled = _live(_scrape(fleet))
         refit = _refit(options, folder, drafter)
         reload_s = _wait_for_reload(fleet) if refit["taken"] else None
         asyncio.run(_send(fleet, after, options.rounds, options))
-        mended = _live(fleet)
-        is_same = _replicas(fleet) == replica
+        scraped = _scrape(fleet)
+        mended, is_same = _live(scraped), _replicas(scraped) == replica
     errors = {mode: (mis_scaled[mode]["mean"], mended[mode]["mean"]) for mode in MODES}
     is_enough = refit["rounds_read"] >= options.rounds
     return {
-        "holds": is_same and is_enough and all(old > options.bar > new for old, new in errors.values()),
+        "holds": is_same and is_enough and all(_mended(*pair, options.bar) for pair in errors.values()),
         "bar": options.bar,
         "rounds_fitted_on": refit["rounds_read"],
         "same_process": is_same,
@@ -92,6 +95,10 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def _mended(before: float | None, after: float | None, bar: float) -> bool:
+    return before is not None and after is not None and before > bar > after
+
+
 def _server(options: argparse.Namespace, changes: dict[str, Any]) -> Server:
     if options.in_process:
         return ReplicaHere(options.deployment, changes)
@@ -100,8 +107,6 @@ def _server(options: argparse.Namespace, changes: dict[str, Any]) -> Server:
 
 def _mis_scaled(source: Path, copy: Path, stretch: float) -> Path:
     """A copy of the drafter whose confidences are `stretch` times as far from 1/2 as calibration has them."""
-    if (copy / CALIBRATION).is_file():
-        return copy
     copy.mkdir(parents=True, exist_ok=True)
     for name in (*DRAFTER_FILES, COST_CURVE):
         if (source / name).is_file():
@@ -137,8 +142,8 @@ async def _send(
 ) -> None:
     """Requests, so many at once, until that many more rounds with confidences were seen."""
     number = itertools.count()
-    most = _num_rounds(fleet) + num_rounds
-    is_done = num_rounds <= 0
+    most = _num_rounds(_scrape(fleet)) + num_rounds
+    is_done = False
     async with httpx.AsyncClient(timeout=600.0) as client:
 
         async def ask_on() -> None:
@@ -155,14 +160,13 @@ async def _send(
 
         clients = [asyncio.create_task(ask_on()) for _ in range(options.clients)]
         while not is_done:
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(POLL_S)
             for client_task in clients:
                 if client_task.done():
                     client_task.result()  # what broke there
-            seen = await asyncio.to_thread(_num_rounds, fleet)
-            print(
-                f"{seen} of {most} rounds, live error {_said(await asyncio.to_thread(_live, fleet))}", file=sys.stderr
-            )
+            scraped = await asyncio.to_thread(_scrape, fleet)
+            seen = _num_rounds(scraped)
+            print(f"{seen:,.0f} of {most:,.0f} rounds, live error {_said(_live(scraped))}", file=sys.stderr)
             is_done = seen >= most
         await asyncio.gather(*clients)
 
@@ -180,23 +184,21 @@ def _refit(options: argparse.Namespace, folder: Path, drafter: Path) -> dict[str
 def _wait_for_reload(fleet: Server) -> float:
     """Seconds until the replica goes by the new calibration. Raises: TimeoutError."""
     started = time.monotonic()
-    while not any(
-        n for labels, n in _samples(fleet, "dspark_calibration_reloads_total") if labels["outcome"] == "taken"
-    ):
+    while not any(n for by, n in _scrape(fleet)["dspark_calibration_reloads_total"] if by["outcome"] == "taken"):
         if time.monotonic() - started > RELOAD_S:
             raise TimeoutError(f"the new calibration was not taken within {RELOAD_S:g} s; see {fleet.log}")
         time.sleep(0.2)
     return round(time.monotonic() - started, 1)
 
 
-def _live(fleet: Server) -> dict[str, Any]:
+def _live(scraped: Scraped) -> dict[str, Any]:
     """Live calibration error by way of decoding: the mean, and by position with its floor and number of rounds."""
     found: dict[str, Any] = {mode: {"mean": None, "positions": {}} for mode in MODES}
-    for labels, value in _samples(fleet, "dspark_confidence_ece_mean"):
+    for labels, value in scraped.get("dspark_confidence_ece_mean", []):
         if labels["mode"] in found:
             found[labels["mode"]]["mean"] = value
     for name in ("ece", "ece_floor", "ece_rounds"):
-        for labels, value in _samples(fleet, f"dspark_confidence_{name}"):
+        for labels, value in scraped.get(f"dspark_confidence_{name}", []):
             if labels["mode"] in found:
                 found[labels["mode"]]["positions"].setdefault(labels["position"], {})[name] = round(value, 5)
     return found
@@ -207,22 +209,26 @@ def _said(live: dict[str, Any]) -> str:
     return ", ".join(f"{mode} {'-' if mean is None else f'{100 * mean:.2f} %'}" for mode, mean in means.items())
 
 
-def _num_rounds(fleet: Server) -> float:
+def _num_rounds(scraped: Scraped) -> float:
     """Verifications of drafted tokens so far; copies have no confidences."""
-    return fleet.gauge("dspark_rounds_total") - fleet.gauge("dspark_lookup_rounds_total")
+    totals = [sum(n for _, n in scraped.get(f"dspark_{name}_total", [])) for name in ("rounds", "lookup_rounds")]
+    return totals[0] - totals[1]
 
 
-def _replicas(fleet: Server) -> list[str]:
+def _replicas(scraped: Scraped) -> list[str]:
     """Of which replica /metrics tells; another process would have another name."""
-    return sorted({labels["replica"] for labels, _ in _samples(fleet, "dspark_steps_total")})
+    return sorted({labels["replica"] for labels, _ in scraped["dspark_steps_total"]})
 
 
-def _samples(fleet: Server, name: str) -> Iterator[tuple[dict[str, str], float]]:
-    for line in fleet.metrics(name):
+def _scrape(server: Server) -> Scraped:
+    """/metrics, by name the samples with their labels."""
+    found: Scraped = {}
+    for line in httpx.get(f"{server.url}/metrics", timeout=60.0).raise_for_status().text.splitlines():
         match = SAMPLE.fullmatch(line)
-        with contextlib.suppress(ValueError):
-            if match is not None and match[1] == name:
-                yield dict(re.findall(r'(\w+)="([^"]*)"', match[2])), float(match[3])
+        if match is not None:
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
+            found.setdefault(match[1], []).append((labels, float(match[3])))
+    return found
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

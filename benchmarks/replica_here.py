@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import uvicorn
 import yaml
 
@@ -52,12 +51,3 @@ class ReplicaHere:
         self._server.should_exit = True
         self._thread.join(30)
         self._replica.close()
-
-    def metrics(self, name: str) -> list[str]:
-        """Lines of /metrics that are samples of `name`."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        return [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-
-    def gauge(self, name: str) -> float:
-        """A metric's sum over its samples."""
-        return sum(float(line.rpartition(" ")[2]) for line in self.metrics(name))
