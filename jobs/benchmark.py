@@ -76,10 +76,11 @@ def run(config: BenchmarkConfig, *, fresh: bool = False, dry_run: bool = False) 
         benchmark.notes += read_json(path).get("notes", [])
         return _finish(config, benchmark, request, rows, path) | {"skipped": True}
     with runner.track(config, "benchmark") as tracked:
-        for row in benchmark.measure(prompts, to_do):
+        progress = runner.Progress(len(to_do))
+        for number, row in enumerate(benchmark.measure(prompts, to_do), 1):
             rows.append(row)
             write_json(path, {"request": request, "pairs": rows})
-            log.info(benchmark.said(row))
+            log.info("%s (%s)", benchmark.said(row), progress.said(number))
         result = _finish(config, benchmark, request, rows, path)
         for mode, by_load in result["load"].items():
             for place, (load, figures) in enumerate(by_load.items()):

@@ -13,6 +13,7 @@ from dspark.data.capture_request import require_supervised, resolve_capture
 from dspark.data.target_cache import MANIFEST, TargetCacheWriter
 from dspark.errors import DsparkError
 from dspark.provenance import read_json
+from dspark.run_contents import DatasetRecord
 from dspark.storage import Location, absolute, locate
 from dspark.targets import TargetConfig
 
@@ -47,6 +48,9 @@ def run(config: CacheConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     log.info("%d of %d shards to write", len(missing), len(plan.shards))
     with runner.track(config, "cache", target=target.name) as tracked:
         started = time.monotonic()
+        answers = {"answers": plan.rows_in, "samples": sum(len(shard) for shard in plan.shards)}
+        digest = str(request["answers_fingerprint"])
+        tracked.log_datasets([DatasetRecord("answers", digest, str(config.answers), "capture", answers)])
         tokens = _capture(config, target, layer_ids, plan, missing, folder) if missing else 0
         result = _result(config, plan, writer.num_samples(len(plan.shards)), tokens, time.monotonic() - started)
         writer.finish(request, len(plan.shards), {"target_config": target.model_dump(), "result": result})
@@ -83,10 +87,10 @@ def _capture(
         num_cpus=1,
         num_gpus=runner.gpus_per_worker(config.gpus_per_worker),
     )
-    tokens = 0
+    tokens, progress = 0, runner.Progress(len(missing))
     for number, counts in enumerate(done.iter_rows(), start=1):
         tokens += int(counts["tokens"])
-        log.info("shard %d written (%d of %d)", counts["shard"], number, len(missing))
+        log.info("shard %d written: %s", counts["shard"], progress.said(number))
         if counts["non_finite"]:
             log.warning("shard %d: %d samples left out, not finite", counts["shard"], counts["non_finite"])
     return tokens

@@ -1,4 +1,4 @@
-"""Calibrate a drafter's confidences: decode held-out prompts, fit scales on half of them, judge on the others."""
+"""Calibrate a drafter's confidences: decode held-out prompts, or take what a server recorded; fit on half of it."""
 
 import logging
 import sys
@@ -21,14 +21,17 @@ from dspark.evaluation.confidence import (
     split_halves,
 )
 from dspark.evaluation.config import CalibrateConfig
+from dspark.evaluation.traffic_fit import TRAFFIC_REPORT, TrafficFit
 from dspark.provenance import fingerprint, git_revision, read_json, write_json
 from dspark.speculation.calibration import MODES, Calibration, SlotScales
 from dspark.speculation.calibration_fit import MIN_ROUNDS
 from dspark.storage import locate
 from dspark.tracking import Run
+from dspark.traffic.drift import LEVELS
 from dspark.transfer import local_file
 
 REPORT = "calibration_report.json"
+FLAGS = {"from_traffic": "FOLDER"}
 
 log = logging.getLogger("dspark.calibrate")
 
@@ -37,6 +40,8 @@ Halves = tuple[set[str], set[str]]
 
 def run(config: CalibrateConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Decode what is not decoded yet, fit, write the drafter's scales; returns the errors before and after."""
+    if config.from_traffic is not None:
+        return calibrate_from_traffic(config, fresh=fresh, dry_run=dry_run)
     measurement = config.measurement
     plan = evaluate.make_plan(measurement, fresh=fresh and not dry_run, outputs=(REPORT,))
     block_size = _block_size(plan.subject.drafter)
@@ -53,6 +58,7 @@ def run(config: CalibrateConfig, *, fresh: bool = False, dry_run: bool = False) 
         return _result(config, plan, earlier) | {"skipped": True}
     with runner.track(config, "calibrate", drafter=plan.subject.drafter) as tracked:
         started = time.monotonic()
+        tracked.log_datasets([evaluate.dataset_of(measurement, plan, "calibration")])
         measured = evaluate.measure(measurement, plan)
         speed = evaluate.speed_of(measured, time.monotonic() - started)
         report = _report(config, plan, plan.done + measured, halves, block_size)
@@ -65,6 +71,7 @@ def run(config: CalibrateConfig, *, fresh: bool = False, dry_run: bool = False) 
         _track(tracked, report)
         for artifact in (path, local_file(locate(plan.subject.drafter) / CALIBRATION)):
             tracked.log_artifact(artifact)
+        _mark(tracked, config, plan.subject.drafter_sha256, report)
     return _result(config, plan, report)
 
 
@@ -151,12 +158,20 @@ def _calibration(config: CalibrateConfig, plan: evaluate.Plan, report: dict[str,
         "request": report["request"],
         "prompts": report["prompts"]["fit"],
         "rounds": {mode: content["rounds"]["fit"] for mode, content in modes.items()},
+        LEVELS: {mode: _conditional(content["positions"]) for mode, content in modes.items()},
         "domains": config.fit_domains or sorted({prompt.domain for prompt in plan.prompts}),
         "mean_ece_on_other_prompts": {mode: content["mean_ece"] for mode, content in modes.items()},
         **{key: report[key] for key in ("num_bins", "target", "config", "git_revision")},
     }
     scales = {mode: SlotScales(tuple(c["temperatures"]), tuple(c["shifts"])) for mode, c in modes.items()}
     return Calibration(scales, plan.subject.drafter_sha256, fitted_on)
+
+
+def _conditional(positions: list[dict[str, Any]]) -> list[float]:
+    """Conditional acceptance by position, as far as MIN_ROUNDS rounds were judged: what drift is measured against."""
+    survival = [entry["survival"] for entry in positions if entry["n"] >= MIN_ROUNDS]
+    pairs = zip([1.0, *survival], survival, strict=False)
+    return [after / before if before else 0.0 for before, after in pairs]
 
 
 def _track(tracked: Run, report: dict[str, Any]) -> None:
@@ -167,6 +182,11 @@ def _track(tracked: Run, report: dict[str, Any]) -> None:
             figures = {name: entry[name] for name in ("temperature", "shift", "ece_before", "ece_after", "ece_floor")}
             known = {f"{mode}/position_{name}": value for name, value in figures.items() if value is not None}
             tracked.log_metrics(known, step=entry["position"])
+
+
+def _mark(tracked: Run, config: CalibrateConfig, sha256: str, report: dict[str, Any]) -> None:
+    errors = {f"ece.{mode}": content["mean_ece"]["after"] for mode, content in report["modes"].items()}
+    runner.mark_drafter(tracked, config.tracking, sha256, "calibrated", errors)
 
 
 def _means(mode: str, content: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -195,5 +215,29 @@ def _result(config: CalibrateConfig, plan: evaluate.Plan, report: dict[str, Any]
     }
 
 
+def calibrate_from_traffic(config: CalibrateConfig, *, fresh: bool, dry_run: bool) -> dict[str, Any]:
+    """Fit on what a server recorded of this very drafter; returns the errors before and after."""
+    fit = TrafficFit.open(config, block_size=_block_size(config.drafter))
+    print(fit.plan(), flush=True)
+    if dry_run:
+        return fit.counts | {"dry_run": True}
+    fit.require_rounds()
+    path = Path(config.output).resolve() / TRAFFIC_REPORT
+    earlier = None if fresh else fit.earlier_result(path)
+    if earlier is not None:
+        log.info("the drafter is calibrated on these rounds, see %s", path)
+        return earlier | {"skipped": True}
+    with runner.track(config, "calibrate", drafter=config.drafter) as tracked:
+        report = fit.run()
+        write_json(path, report)
+        print(format_calibration(report), flush=True)
+        _track(tracked, report)
+        tracked.log_datasets([fit.dataset()])
+        tracked.log_artifact(path)
+        _mark(tracked, config, fit.sha256, report)
+    result: dict[str, Any] = report["result"]
+    return result
+
+
 if __name__ == "__main__":
-    sys.exit(runner.main(CalibrateConfig, run, default_config="calibrate.yaml"))
+    sys.exit(runner.main(CalibrateConfig, run, default_config="calibrate.yaml", flags=FLAGS))

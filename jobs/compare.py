@@ -16,7 +16,7 @@ from dspark.data.capture import CacheConfig
 from dspark.data.prompts import Prompt, read_prompts
 from dspark.errors import Mismatch, MissingInput
 from dspark.evaluation.benchmarking import choose_prompts
-from dspark.evaluation.comparison_report import write_comparison
+from dspark.evaluation.comparison_report import format_lengths, write_comparison
 from dspark.evaluation.config import EvaluateConfig
 from dspark.evaluation.contest import (
     Contest,
@@ -31,6 +31,7 @@ from dspark.evaluation.contest import (
 from dspark.evaluation.load_config import ContestConfig
 from dspark.evaluation.profiling import fingerprint_of
 from dspark.provenance import fingerprint, git_revision, read_json, require_same, write_json
+from dspark.run_contents import share_view, view_hint
 from dspark.targets import target_identity
 from dspark.tracking import Run, TrackingConfig, start_run
 from dspark.training.config import TrainConfig
@@ -89,6 +90,8 @@ def run(config: CompareConfig, *, fresh: bool = False, dry_run: bool = False) ->
             parent.log_artifact(path.parent / name)
         _record_drafters(config, parent, training, result)
         _record_entrants(config, parent, result)
+        if view := _shared_view(config, parent, result):
+            print(view_hint(parent, view), flush=True)
     return result
 
 
@@ -186,11 +189,12 @@ def measure_runs(
     """New rows; each is on disk before the next one is measured."""
     contest = Contest(config, prompts)
     rows: list[dict[str, Any]] = []
+    progress = runner.Progress(len(to_do))
     for row in measure(contest, config, to_do):
         rows.append(row)
         write_json(path, {"request": request, "runs": [*earlier, *rows], "notes": contest.notes})
         place = f"{row['entrant']}, {row['mode']}, {row['concurrency']} at once"
-        log.info("%d of %d: %s: %.1f tokens/s", len(rows), len(to_do), place, row["tokens_per_s"])
+        log.info("%s: %s: %.1f tokens/s", progress.said(len(rows)), place, row["tokens_per_s"])
     return rows
 
 
@@ -236,24 +240,6 @@ def _finish(
     return result
 
 
-def format_lengths(
-    lengths: Mapping[str, Mapping[str, Mapping[str, float | None]]], draft_tokens: Mapping[str, int]
-) -> str:
-    """Accepted lengths as a table: a line per drafter and its draft tokens, a column per mode and domain."""
-    columns = [(mode, domain) for mode, by_domain in next(iter(lengths.values())).items() for domain in by_domain]
-    width = max(len(name) for name in ["accepted length", *lengths])
-    lines = [
-        f"{'accepted length':<{width}}{'of':>4}" + "".join(f"{f'{mode} {domain}':>18}" for mode, domain in columns)
-    ]
-    for name, by_mode in lengths.items():
-        values = (by_mode[mode].get(domain) for mode, domain in columns)
-        lines.append(
-            f"{name:<{width}}{1 + draft_tokens[name]:>4}"
-            + "".join(f"{'-' if v is None else f'{v:.3f}':>18}" for v in values)
-        )
-    return "\n".join(lines)
-
-
 def _record_drafters(
     config: CompareConfig, parent: Run, training: Mapping[str, TrainConfig], result: dict[str, Any]
 ) -> None:
@@ -286,6 +272,16 @@ def _record_entrants(config: CompareConfig, parent: Run, result: dict[str, Any])
                     values |= {key: f[key] for key in ("accepted_length", "verify_length")}
                     known = {f"{mode}/{key}": value for key, value in values.items() if value is not None}
                     child.log_metrics(known, step=int(concurrency))
+
+
+def _shared_view(config: CompareConfig, parent: Run, result: dict[str, Any]) -> str | None:
+    """The children of this comparison beside each other, in MLflow's page."""
+    modes: dict[str, Any] = next(iter(result["accepted_length"].values()), {})
+    columns = ["tags.kind", "params.architecture", *(f"metrics.{mode}/overall/accepted_length" for mode in modes)]
+    columns += ["metrics.parameters", "metrics.seconds", "metrics.steps_per_s"]
+    columns += [f"metrics.{mode}/{name}" for mode in result["contest"] for name in ("ratio", "tokens_per_s")]
+    search = f"tags.mlflow.parentRunId = '{parent.run_id}'"
+    return share_view(parent, name="compare", columns=columns, search=search, order_by=columns[2])
 
 
 def _child(config: CompareConfig, parent: Run, name: str, kind: str, params: dict[str, Any]) -> Run:

@@ -18,7 +18,8 @@ from dspark.evaluation.engine_worker import EngineWorker
 from dspark.evaluation.planning import Subject, WorkItem, open_subject, plan_work, select_prompts, split_done
 from dspark.evaluation.summary import format_table, summarize
 from dspark.evaluation.worker import EvaluationWorker
-from dspark.provenance import git_revision, read_json, write_json
+from dspark.provenance import fingerprint, git_revision, read_json, write_json
+from dspark.run_contents import DatasetRecord
 
 ROLLOUTS, METRICS = "rollouts.jsonl", "metrics.json"
 MAX_DEATHS = 2  # of one worker; its items go to a new process
@@ -51,13 +52,23 @@ def run(config: EvaluateConfig, *, fresh: bool = False, dry_run: bool = False) -
         return _finish(config, plan, plan.done, output, speed=earlier) | {"skipped": True}
     with runner.track(config, "evaluate", drafter=plan.subject.drafter) as tracked:
         started = time.monotonic()
+        tracked.log_datasets([dataset_of(config, plan, "evaluation")])
         measured = measure(config, plan)
         speed = speed_of(measured, time.monotonic() - started)
         result = _finish(config, plan, plan.done + measured, output, speed=speed)
         tracked.log_metrics(dict(_flat_metrics(result)), step=0)
         for name in (METRICS, ROLLOUTS):
             tracked.log_artifact(output / name)
+        lengths = {f"accepted_length.{mode}": by["overall"] for mode, by in result["accepted_length"].items()}
+        runner.mark_drafter(tracked, config.tracking, plan.subject.drafter_sha256, "evaluated", lengths)
     return result
+
+
+def dataset_of(config: EvaluateConfig, plan: Plan, context: str) -> DatasetRecord:
+    """The prompts, as a run records what it reads."""
+    digest = fingerprint(sorted(fingerprint(prompt.messages) for prompt in plan.prompts))
+    profile = {"prompts": len(plan.prompts), "turns": plan.counts["turns"]}
+    return DatasetRecord("held-out prompts", digest, ", ".join(s.place for s in config.sources), context, profile)
 
 
 def make_plan(config: EvaluateConfig, *, fresh: bool, outputs: Sequence[str] = ()) -> Plan:
@@ -92,13 +103,13 @@ def measure(config: EvaluateConfig, plan: Plan) -> list[dict[str, Any]]:
     """Rows of what is to do; each is on disk before the next one is waited for."""
     path = Path(config.output).resolve() / ROLLOUTS
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows, progress = [], runner.Progress(len(plan.to_do))
     with open(path, "a", encoding="utf-8") as stream:
         for row in _results(config, plan.subject, plan.to_do):
             stream.write(json.dumps(row) + "\n")
             stream.flush()
             rows.append(row)
-            log.info("%d of %d: %s, %s", len(rows), len(plan.to_do), row["id"], row["error"] or row["mode"])
+            log.info("%s: %s, %s", progress.said(len(rows)), row["id"], row["error"] or row["mode"])
     return rows
 
 

@@ -12,6 +12,7 @@ from dspark.chat import require_renderable
 from dspark.data.answers import AnswerStore, GenerateConfig, resolve_sampling
 from dspark.data.prompts import Prompt, PromptSet, read_prompts
 from dspark.engine.sampling import SamplingParams
+from dspark.run_contents import DatasetRecord
 from dspark.storage import absolute
 from dspark.targets import load_tokenizer, target_identity
 
@@ -49,6 +50,8 @@ def run(config: GenerateConfig, *, fresh: bool = False, dry_run: bool = False) -
     store.check_unchanged(prompt_set.prompts)
     require_renderable(load_tokenizer(config.target), (p.opening for p in prompt_set.prompts), config.chat)
     with runner.track(config, "generate", target=config.target.name) as tracked:
+        places = ", ".join(source.place for source in config.prompts)
+        tracked.log_datasets([DatasetRecord("prompts", prompt_set.fingerprint, places, "regeneration")])
         run_token = store.begin(request)
         store.write_rejected(prompt_set)
         done = store.done_ids()
@@ -68,11 +71,12 @@ def _generate(config: GenerateConfig, sampling: SamplingParams, prompts: list[Pr
     """Answer the prompts. Returns tokens generated."""
     answer = _ask_endpoints if config.backend.kind == "openai" else _run_workers
     started, num_rows, num_tokens = time.monotonic(), 0, 0
+    progress = runner.Progress(len(prompts))
     for part_rows, part_tokens in answer(config, sampling, prompts, run_token):
         num_rows += part_rows
         num_tokens += part_tokens
         speed = num_tokens / (time.monotonic() - started)
-        log.info("%d of %d rows, %d tokens, %.0f tokens/s", num_rows, len(prompts), num_tokens, speed)
+        log.info("rows: %s, %d tokens, %.0f tokens/s", progress.said(num_rows), num_tokens, speed)
     return num_tokens
 
 

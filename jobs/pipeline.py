@@ -27,6 +27,7 @@ from dspark.evaluation.report import write_report
 from dspark.provenance import read_json, write_json
 from dspark.serving.deployment_file import DeploymentFile
 from dspark.storage import absolute
+from dspark.tracking import TrackingConfig
 from dspark.training.config import TrainConfig
 from dspark.training.progress import read_history
 
@@ -61,7 +62,7 @@ class PipelineConfig(Config):
 
     generate … ask: config files of the stages, relative to the working directory. output: gets summary.json and
     report.html. fresh_from: start over from this stage on. compare: other evaluations to show beside this one in the
-    report, by name, when they are there.
+    report, by name, when they are there. tracking: of the run that holds the stages' runs; None goes by generate's.
     """
 
     output: str
@@ -75,16 +76,32 @@ class PipelineConfig(Config):
     ask: str
     fresh_from: Stage | None = None
     compare: dict[str, str] = {}
+    tracking: TrackingConfig | None = None
 
 
 def run(config: PipelineConfig, *, fresh: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Run the stages in order; returns the summary."""
     configs: dict[str, Any] = {name: load_config(STAGES[name][0], getattr(config, name)) for name in STAGES}
     check_joints(configs)
+    if dry_run:
+        return {"stage": "pipeline", "dry_run": True, "stages": _stages(config, configs, fresh=fresh, dry_run=True)}
+    with runner.track_all(_tracking(config, configs), "pipeline") as tracked:
+        results = _stages(config, configs, fresh=fresh, dry_run=False)
+        summary = _close(config, configs, results)
+        tracked.log_metrics(dict(_figures(summary)), step=0)
+        for name in ("summary.json", "report.html"):
+            tracked.log_artifact(Path(config.output) / name)
+    return {"stage": "pipeline"} | summary
+
+
+def _stages(
+    config: PipelineConfig, configs: dict[str, Any], *, fresh: bool, dry_run: bool
+) -> dict[str, dict[str, Any]]:
+    """Results of the stages, in their order."""
     results: dict[str, dict[str, Any]] = {}
-    for name, (_, run_stage) in STAGES.items():
+    for number, (name, (_, run_stage)) in enumerate(STAGES.items(), 1):
         fresh = fresh or name == config.fresh_from
-        log.info("stage %s", name)
+        log.info("stage %s, %d of %d", name, number, len(STAGES))
         try:
             results[name] = run_stage(configs[name], fresh=fresh, dry_run=dry_run)
         except MissingInput as missing:
@@ -93,8 +110,27 @@ def run(config: PipelineConfig, *, fresh: bool = False, dry_run: bool = False) -
             log.info("stage %s cannot be planned yet: %s", name, missing)
             continue
         log.info("stage %s %s", name, "was complete" if results[name].get("skipped") else "done")
-    if dry_run:
-        return {"stage": "pipeline", "dry_run": True, "stages": results}
+    return results
+
+
+def _tracking(config: PipelineConfig, configs: dict[str, Any]) -> TrackingConfig:
+    """Where the run is recorded that the stages' runs are children of: beside the first of them."""
+    if config.tracking is not None:
+        return config.tracking
+    first: TrackingConfig = configs["generate"].tracking
+    return first.with_changes(run_name="pipeline")
+
+
+def _figures(summary: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for mode, by_domain in summary["accepted_length"].items():
+        if by_domain["overall"] is not None:
+            yield f"{mode}/overall/accepted_length", by_domain["overall"]
+    for name, stage in summary["stages"].items():
+        yield f"{name}/seconds", stage["seconds"]
+
+
+def _close(config: PipelineConfig, configs: dict[str, Any], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Write summary and report, print the table; the summary."""
     summary = summarize(configs["generate"].target.name, results)
     output = Path(config.output)
     write_json(output / "summary.json", summary)
@@ -110,7 +146,7 @@ def run(config: PipelineConfig, *, fresh: bool = False, dry_run: bool = False) -
     )
     print(format_summary(summary))
     print(f"\nreport: {output / 'report.html'}   summary: {output / 'summary.json'}", flush=True)
-    return {"stage": "pipeline"} | summary
+    return summary
 
 
 def check_joints(configs: dict[str, Any]) -> None:

@@ -1,19 +1,22 @@
 """What every job does the same way: arguments, environment, Ray, one line on failure, one JSON line at the end."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dspark.config import Config, load_config
 from dspark.errors import DsparkError, one_line
 from dspark.provenance import git_revision
-from dspark.tracking import Run, start_run
+from dspark.run_contents import mark_version
+from dspark.tracking import Run, TrackingConfig, start_run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOGICAL_CPUS = 8  # Ray's CPUs are bookkeeping only; two real ones would leave no room for its own tasks
@@ -28,12 +31,23 @@ log = logging.getLogger("dspark")
 
 _has_own_cluster = False
 
+PARENT_RUN = "DSPARK_PARENT_RUN"  # environment variable: id of the run that a job's own run belongs to
 INTERRUPTED = 130  # exit status of a process that Ctrl-C ends: 128 + SIGINT
 
 
-def main(config_class: type[C], run: RunStage, *, default_config: str, argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, call `run(config, fresh=, dry_run=)` and print its result as the last line."""
-    arguments = _parse(default_config, argv)
+def main(
+    config_class: type[C],
+    run: RunStage,
+    *,
+    default_config: str,
+    flags: Mapping[str, str] | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse the command line, call `run(config, fresh=, dry_run=)` and print its result as the last line.
+
+    flags: keys of the config that may also be given as a flag of their own, with what stands for its value in the help.
+    """
+    arguments = _parse(default_config, flags or {}, argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
@@ -75,7 +89,55 @@ def worker_environment() -> dict[str, str]:
 def track(config: Any, stage: str, *, run_id: str | None = None, **tags: str) -> Run:
     """The MLflow run of a stage, with its config as params. Use it as a context manager."""
     common = {"stage": stage, "git_revision": str(git_revision())}
+    if os.environ.get(PARENT_RUN):
+        common["mlflow.parentRunId"] = os.environ[PARENT_RUN]
     return start_run(config.tracking, params=config.model_dump(mode="json"), tags=common | tags, run_id=run_id)
+
+
+@contextlib.contextmanager
+def track_all(tracking: TrackingConfig, stage: str) -> Iterator[Run]:
+    """A run whose block's other runs are its children, also those of processes that are started in it."""
+    with start_run(tracking, tags={"stage": stage, "git_revision": str(git_revision())}) as parent:
+        before = os.environ.get(PARENT_RUN)
+        if parent.run_id is not None:
+            os.environ[PARENT_RUN] = parent.run_id
+        try:
+            yield parent
+        finally:
+            os.environ.pop(PARENT_RUN, None)
+            if before is not None:
+                os.environ[PARENT_RUN] = before
+
+
+class Progress:
+    """How far a long job is, at what pace, and how long the rest takes at that pace."""
+
+    def __init__(self, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._clock, self._started = total, clock, clock()
+
+    def said(self, done: int) -> str:
+        """ "3 of 12, 0.5/s, 18 s left"; done: in this run, of what it has to do."""
+        seconds = max(self._clock() - self._started, 1e-9)
+        rate = done / seconds
+        pace = f"{rate:.2g}/s" if rate >= 0.1 else f"{60 * rate:.2g}/min"
+        left = (self._total - done) / rate if rate else None
+        return f"{done} of {self._total}, {pace}, {'?' if left is None else duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units that it has."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def mark_drafter(run: Run, tracking: TrackingConfig, sha256: str, stage: str, tags: Mapping[str, Any]) -> None:
+    """Tell the registered version of these weights how far it has come, where drafters are registered."""
+    if tracking.register_as is not None:
+        known = {name: value for name, value in tags.items() if value is not None}
+        mark_version(run, tracking.register_as, sha256=sha256, stage=stage, tags=known)
 
 
 def figures(result: dict[str, Any]) -> dict[str, float]:
@@ -146,7 +208,7 @@ def gpus_per_worker(wanted: float | None) -> float:
     return 1.0 if ray.cluster_resources().get("GPU", 0) > 0 else 0.0
 
 
-def _parse(default_config: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(default_config: str, flags: Mapping[str, str], argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument(
         "--config",
@@ -157,8 +219,15 @@ def _parse(default_config: str, argv: Sequence[str] | None) -> argparse.Namespac
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved plan and projected sizes, do nothing"
     )
+    for key, metavar in flags.items():
+        parser.add_argument(
+            "--" + key.replace("_", "-"), dest=key, metavar=metavar, help=f"the same as {key}={metavar}"
+        )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to the config")
-    return parser.parse_intermixed_args(argv)  # overrides may stand before, between and after options
+    arguments = parser.parse_intermixed_args(argv)  # overrides may stand before, between and after options
+    given = {key: getattr(arguments, key) for key in flags}
+    arguments.overrides += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return arguments
 
 
 def has_gpu() -> bool:

@@ -5,12 +5,16 @@ import sys
 from typing import Any
 
 import runner
+from dspark.data.sample_source import SampleSource
+from dspark.engine.drafter_folder import DRAFTER_FILES, drafter_sha256
 from dspark.provenance import read_json, write_json
-from dspark.storage import absolute, locate
-from dspark.tracking import resolve_uri
+from dspark.run_contents import DatasetRecord, log_drafter, register
+from dspark.storage import Location, absolute, locate
+from dspark.tracking import Run
+from dspark.tracking_config import resolve_uri
 from dspark.training.config import TrainConfig
 from dspark.training.samples import open_samples, plan_of, split_indices
-from dspark.transfer import local_file
+from dspark.transfer import local_file, local_folder
 
 log = logging.getLogger("dspark.train")
 
@@ -44,11 +48,32 @@ def run(config: TrainConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     with runner.track(config, "train", run_id=earlier, architecture=config.drafter.architecture) as tracked:
         write_json(output / "mlflow_run.json", {"run_id": tracked.run_id, "uri": tracked.uri})
         runner.start_ray()
+        tracked.log_datasets([_dataset(config, cache, plan)])
         uri = tracked.uri or resolve_uri(config.tracking)
         result = fit(config, cache, initial, tracking_uri=uri, run_id=tracked.run_id)
-        for name in ("config.json", "provenance.json", "history.jsonl", "model.safetensors"):
-            tracked.log_artifact(local_file(output / name), "drafter")
+        tracked.log_artifact(local_file(output / "history.jsonl"), "drafter")
+        _record(config, tracked, output)
     return result
+
+
+def _dataset(config: TrainConfig, samples: SampleSource, plan: dict[str, Any]) -> DatasetRecord:
+    """What the run trains on, as it records it."""
+    digest = str(samples.request.get("answers_fingerprint"))
+    profile = {name: plan[name] for name in ("data", "train_samples", "heldout_samples")}
+    return DatasetRecord("samples", digest, config.cache or "online", "training", profile)
+
+
+def _record(config: TrainConfig, tracked: Run, output: Location) -> None:
+    """The drafter as a model of the run, and as a version of the registered one where that is asked for."""
+    if tracked.run_id is None:
+        return
+    digest = drafter_sha256(local_folder(output, DRAFTER_FILES))
+    files = [local_file(output / name) for name in DRAFTER_FILES]
+    params = config.drafter.model_dump(mode="json") | {"steps": config.steps, "initialize_from": config.initialize_from}
+    model = log_drafter(tracked, config.drafter.architecture, files, sha256=digest, params=params)
+    if model is not None and config.tracking.register_as is not None:
+        version = register(tracked, config.tracking.register_as, model, sha256=digest)
+        log.info("the drafter is version %s of %s", version, config.tracking.register_as)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ CONFIG_OF = {
     "dspark": "dspark.serving.deployment_file:DeploymentFile",
     "new_set": "new_set:NewSetConfig",
     "pipeline": "pipeline:PipelineConfig",
+    "plan": "plan:PlanConfig",
     "profile_engine": "dspark.evaluation.profiling:ProfileConfig",
     "report": "dspark.evaluation.paper_config:PaperConfig",
 }

@@ -1,6 +1,5 @@
-"""MLflow runs that end truthfully and never take a job down with them; the only module that imports mlflow.
-
-mlflow is imported inside functions: it costs a second and 170 MB, which the watcher and untracked jobs do without.
+"""MLflow runs that end truthfully and never take a job down with them; the only module that imports mlflow, inside
+functions: it costs a second and 170 MB, which the watcher and untracked jobs do without.
 """
 
 import contextlib
@@ -10,48 +9,26 @@ import re
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dspark.config import Config
 from dspark.errors import one_line
 from dspark.outbox import Measured, Outbox, StoreAway, flatten_params
 from dspark.provenance import folder_lock, temporary_sibling
+from dspark.run_contents import CONTEXT, DatasetRecord
 from dspark.run_lifecycle import Sigterm, mark_if_dead, open_run, process_start, reap, spawn_watcher, status_for
+from dspark.tracking_config import SQLITE, resolve_uri
+from dspark.tracking_config import TrackingConfig as TrackingConfig  # what configs take from here
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow import MlflowClient
 
 WATCH_PERIOD_S = 1.0
-SQLITE = "sqlite:///"
 
 log = logging.getLogger("dspark.tracking")
-
-
-class TrackingConfig(Config):
-    """Where runs are recorded."""
-
-    uri: str | None = None
-    """MLflow store, `sqlite:///file` or `http://host:port`; None takes $MLFLOW_TRACKING_URI, else ./mlflow.db."""
-    experiment: str = "dspark"
-    """Name under which runs are compared; made on first use."""
-    run_name: str | None = None
-    """Name shown for the run; None lets MLflow choose."""
-    enabled: bool = True
-    """False records nothing and needs no store."""
-
-
-def resolve_uri(config: TrackingConfig) -> str:
-    """The store's URI, the same from every working directory. Raises: ValueError for a store MLflow 3 refuses."""
-    uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}mlflow.db"
-    if uri.startswith(SQLITE):
-        return SQLITE + str(Path(uri.removeprefix(SQLITE)).absolute())
-    if "://" not in uri or uri.startswith("file:"):
-        raise ValueError(f"tracking uri {uri!r} is a folder, and MLflow 3 writes none; use {SQLITE}<file> or http://…")
-    return uri
 
 
 def start_run(
@@ -81,6 +58,8 @@ def start_run(
     run.read_back()
     run.set_tags(tags or {})
     run.log_params(params or {})
+    if config.system_metrics:
+        run.monitor_system()
     return run
 
 
@@ -124,6 +103,7 @@ class Run:
         self._outbox = Outbox(self._send)
         self._sigterm = Sigterm()
         self._watcher = spawn_watcher(uri, run_id) if owns and run_id else None
+        self._monitor: Any = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record numbers at a step; a NaN or infinity counts up `<name>.nonfinite` instead of being stored."""
@@ -161,34 +141,62 @@ class Run:
         """Store a file. Raises: FileNotFoundError if it does not exist."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"no file to store with the run: {path}")
-        self._store(str(path), lambda client, run_id: client.log_artifact(run_id, str(path), folder))
+        self.store(str(path), lambda client, run_id: client.log_artifact(run_id, str(path), folder))
 
     def log_artifacts(self, path: str | Path, folder: str | None = None) -> None:
         """Store everything in a folder. Raises: FileNotFoundError if it does not exist."""
         if not Path(path).is_dir():
             raise FileNotFoundError(f"no folder to store with the run: {path}")
-        self._store(str(path), lambda client, run_id: client.log_artifacts(run_id, str(path), folder))
+        self.store(str(path), lambda client, run_id: client.log_artifacts(run_id, str(path), folder))
 
     def log_text(self, text: str, path: str) -> None:
         """Store a text under `path` among the run's artifacts."""
-        self._store(path, lambda client, run_id: client.log_text(run_id, text, path))
+        self.store(path, lambda client, run_id: client.log_text(run_id, text, path))
 
     def log_dict(self, content: dict[str, Any], path: str) -> None:
         """Store a JSON-like value under `path`, as JSON or YAML by its ending."""
-        self._store(path, lambda client, run_id: client.log_dict(run_id, content, path))
+        self.store(path, lambda client, run_id: client.log_dict(run_id, content, path))
 
     def log_figure(self, figure: "Figure", path: str) -> None:
         """Store a plot under `path`, in the format of its ending."""
-        self._store(path, lambda client, run_id: client.log_figure(run_id, figure, path))
+        self.store(path, lambda client, run_id: client.log_figure(run_id, figure, path))
+
+    def store(self, what: str, call: Callable[["MlflowClient", str], Any]) -> Any:
+        """What `call(client, run_id)` returns; None where nothing is recorded or the store refuses, which is said."""
+        if self._client is None or self.run_id is None:
+            return None
+        try:
+            return call(self._client, self.run_id)
+        except _store_errors() as error:
+            log.warning("not stored with run %s: %s (%s)", self.run_id, what, one_line(error))
+            return None
+
+    def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
+        """Record what the run reads, each under what it is used for."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = [DatasetInput(Dataset(**one.fields()), [InputTag(CONTEXT, one.context)]) for one in datasets]
+        self.store("inputs", lambda client, run_id: client.log_inputs(run_id, inputs))
+
+    def monitor_system(self) -> None:
+        """Record this host's processor, memory, disk, network and GPUs every ten seconds, until the run ends."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor as Monitor
+
+        options = {"resume_logging": True, "tracking_uri": self.uri}
+        self._monitor = self.store("system metrics", lambda _, run_id: Monitor(run_id, **options))
+        if self._monitor is not None:
+            self._monitor.start()
 
     def finish(self, status: str = "FINISHED") -> None:
         """Send what is held and, from the process that started the run, end it. Again is a no-op."""
         if self._client is not None:
+            if self._monitor is not None:
+                self._monitor.finish()
             self._outbox.flush(force=True)
             if self._outbox.num_lost:
                 log.warning("%d measured values of run %s were lost", self._outbox.num_lost, self.run_id)
             if self._owns:
-                self._store(f"status {status}", lambda client, run_id: client.set_terminated(run_id, status))
+                self.store(f"status {status}", lambda client, run_id: client.set_terminated(run_id, status))
             self._client = None
         if self._watcher is not None:
             self._watcher.terminate()
@@ -213,14 +221,6 @@ class Run:
             self._outbox.continue_from(data.params, data.metrics)
         except _store_errors() as error:
             self._outbox.pause(_why(self.uri, error))
-
-    def _store(self, what: str, call: Callable[["MlflowClient", str], object]) -> None:
-        if self._client is None or self.run_id is None:
-            return
-        try:
-            call(self._client, self.run_id)
-        except _store_errors() as error:
-            log.warning("not stored with run %s: %s (%s)", self.run_id, what, one_line(error))
 
     def _send(self, metrics: list[Measured], params: dict[str, str], tags: dict[str, str]) -> None:
         from mlflow.entities import Metric, Param, RunTag

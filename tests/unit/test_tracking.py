@@ -13,7 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 
-from dspark.tracking import Run, TrackingConfig, attach, reap_dead_runs, resolve_uri, start_run
+from dspark.tracking import Run, TrackingConfig, attach, reap_dead_runs, start_run
+from dspark.tracking_config import resolve_uri
 
 DOWN = "http://127.0.0.1:9"  # the discard port: nothing listens
 JOB = """

@@ -71,7 +71,7 @@ class SpeculationPolicy:
         self._idle = Idleness()
         self._probing = Probing(every=probe_every, length=PROBE_LENGTH)
         self._scheduler = PrefixScheduler()
-        self._confidences = Confidences(calibration)
+        self.confidences = Confidences(calibration)
 
     def fixed_length(self, running: RunningRequest) -> int | None:
         """The length this request or the engine is bound to; None when the scheduler decides."""
@@ -194,14 +194,14 @@ class SpeculationPolicy:
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
         """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
         return [
-            self._confidences.survival(running, proposal) or self._expected(running, proposal.num_tokens)
+            self.confidences.survival(running, proposal) or self._expected(running, proposal.num_tokens)
             for running, proposal in zip(drafted, proposals, strict=True)
         ]
 
     def learn(self, running: RunningRequest, num_verified: int, num_accepted: int) -> None:
         """Take a verdict in, for later steps. Of copies lookup learns by itself, from every committed token."""
         if not running.is_copied:
-            self._confidences.learn(running, num_verified, num_accepted)
+            self.confidences.learn(running, num_verified, num_accepted)
 
     def allocate(
         self,

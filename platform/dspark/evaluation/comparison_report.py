@@ -70,3 +70,21 @@ def _throughput(contest: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any
         "same output",
     ]
     return table("Tokens per second", columns, rows, num_text=3)
+
+
+def format_lengths(
+    lengths: Mapping[str, Mapping[str, Mapping[str, float | None]]], draft_tokens: Mapping[str, int]
+) -> str:
+    """Accepted lengths as a table: a line per drafter and its draft tokens, a column per mode and domain."""
+    columns = [(mode, domain) for mode, by_domain in next(iter(lengths.values())).items() for domain in by_domain]
+    width = max(len(name) for name in ["accepted length", *lengths])
+    lines = [
+        f"{'accepted length':<{width}}{'of':>4}" + "".join(f"{f'{mode} {domain}':>18}" for mode, domain in columns)
+    ]
+    for name, by_mode in lengths.items():
+        values = (by_mode[mode].get(domain) for mode, domain in columns)
+        lines.append(
+            f"{name:<{width}}{1 + draft_tokens[name]:>4}"
+            + "".join(f"{'-' if v is None else f'{v:.3f}':>18}" for v in values)
+        )
+    return "\n".join(lines)

@@ -157,6 +157,18 @@ class CalibrateConfig(MeasurementConfig):
     """Fit a shift of each slot's logit beside its temperature, so that the mean prediction is right too. False is the
     paper's scaling by temperatures alone: to compare with its figures."""
 
+    from_traffic: str | None = None
+    """Folder of rounds that a server recorded (`traffic.folder` of a deployment): they are fitted on in place of
+    prompts, and nothing is decoded. Also `--from-traffic FOLDER`."""
+    max_rounds: int = Field(200_000, ge=1)
+    """Newest recorded rounds that are read."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_traffic(self) -> "CalibrateConfig":
+        if self.from_traffic is not None and self.fit_domains is not None:
+            raise ValueError(f"fit_domains {self.fit_domains} has no effect with from_traffic, which knows no domains")
+        return self
+
     @property
     def modes(self) -> list[EvaluationMode]:
         samples = range(1, self.samples_per_prompt + 1)

@@ -70,7 +70,9 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Replicas may run in another folder than the one `serve` was started in."""
     folder = None if config.drafter in WITHOUT_FOLDER else config.drafter
     paths = {"api_keys_file": config.api_keys_file, "drafter": folder}
-    resolved = {name: absolute(path) for name, path in paths.items() if path is not None}
+    resolved: dict[str, Any] = {name: absolute(path) for name, path in paths.items() if path is not None}
+    if config.traffic is not None:
+        resolved["traffic"] = config.traffic.with_changes(folder=absolute(config.traffic.folder))
     return config.with_changes(**resolved)
 
 

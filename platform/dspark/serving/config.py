@@ -11,6 +11,7 @@ from dspark.engine.draft_server import DraftServerConfig
 from dspark.engine.drafter_folder import WITHOUT_FOLDER
 from dspark.engine.remote_draft_state import RemoteDraftConfig
 from dspark.targets import TargetConfig
+from dspark.traffic.config import TrafficConfig, WatchConfig
 
 
 class LimitsConfig(Config):
@@ -145,6 +146,10 @@ class ServeConfig(Config):
     failover: FailoverConfig = FailoverConfig()
     routing: RoutingConfig = RoutingConfig()
     scaling: ScalingConfig = ScalingConfig()
+    traffic: TrafficConfig | None = None
+    """Record rounds of served answers, for jobs/calibrate.py --from-traffic; None records nothing."""
+    watch: WatchConfig = WatchConfig()
+    """What is watched of a drafter with a confidence head."""
     threads: int = Field(2, ge=1)
     """CPU threads of a replica's tensor operations; replicas times threads should not pass a machine's cores."""
     gpus_per_replica: float | None = Field(None, ge=0)
@@ -160,6 +165,12 @@ class ServeConfig(Config):
                 f"draft_replicas run a trained drafter, but drafter is {self.drafter!r}; name its folder, or leave "
                 "draft_replicas out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_fine_tune(self) -> Self:
+        if self.watch.fine_tune is not None and self.traffic is None:
+            raise ValueError("watch.fine_tune has nothing to train on without traffic; add traffic, or leave it out")
         return self
 
     @property

@@ -116,6 +116,9 @@ class GenerateRequest(SamplingFields):
     """Extension, as vLLM's: each choice carries its ids as `token_ids`, and the prompt's stand as `prompt_token_ids`
     in a completion's choice or beside a chat's choices, in a stream with the first chunk."""
 
+    store: bool = True
+    """false keeps the request's texts from being kept, where the server keeps any; by default none does."""
+
     @property
     def token_limit(self) -> int | None:
         """Most tokens of the answer, or None to leave it to the server."""

@@ -1,5 +1,6 @@
 """A replica: one engine with its target and drafter, stepped in a thread, asked through `generate`."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
@@ -20,6 +21,8 @@ from dspark.engine.step import StepOutput
 from dspark.errors import one_line
 from dspark.serving.admission import Admission
 from dspark.serving.background_resolver import BackgroundResolver
+from dspark.serving.closed_loop import ClosedLoop
+from dspark.serving.closed_loop_metrics import closed_loop_families
 from dspark.serving.config import HotConfig, ServeConfig
 from dspark.serving.draft_link import ServeDraftLink
 from dspark.serving.engine_client import ENGINE_STOPPED, Continuation, Delta
@@ -64,6 +67,8 @@ class TargetReplica:
         self._num_continued = 0
         self._num_calls = 0
         self._use(self._load_engine(config.drafter, None))
+        self._closed_loop = ClosedLoop(config, self.id)
+        self._closed_loop.use(self.loaded, config.drafter)
         is_stand_in = self.loaded.provenance is None and config.drafter not in WITHOUT_FOLDER
         self._drafter = NGRAM if is_stand_in else config.drafter
         engine = self.loaded.engine
@@ -97,11 +102,13 @@ class TargetReplica:
         self._num_continued += continuation is not None
         self._num_calls += 1
         index = {choice.request_id: choice.choice for choice in resolved}
-        outputs = self._loop.generate(*resolved, timeout_s=self._limits.request_timeout_s)
+        recording = self._closed_loop.begin(request, resolved)
+        outputs = self._loop.generate(*recording.requests, timeout_s=self._limits.request_timeout_s)
         prompt_ids = resolved[0].prompt_ids if request.return_token_ids else None
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
+                    recording.add(output)
                     yield Delta(
                         output.text,
                         output.token_ids,
@@ -122,6 +129,7 @@ class TargetReplica:
         except EngineStopped as error:
             yield Refusal(503, error.message, code=ENGINE_STOPPED)
         finally:
+            recording.end()
             self._num_calls -= 1
             self._admission.ended(len(resolved))
 
@@ -167,14 +175,17 @@ class TargetReplica:
                 return
             if self._remote is not None:
                 raise ValueError("draft replicas have their own; change args.drafter and deploy anew")
+            self._closed_loop.pause()
             await self._loop.replace_engine(make)
         except Exception as error:  # whatever it is: one that leaves here ends this replica, and the next one as well
+            self._closed_loop.resume()
             self._swaps["refused"] += 1
             log.error("drafter %s is refused, %s goes on: %s", named, self._drafter, one_line(error))
             return
         self._swaps["done"] += 1
         self._drafter = drafter
         self._use(made[0])
+        await asyncio.to_thread(self._closed_loop.use, self.loaded, drafter)
         log.info("replica %s goes on with drafter %s", self.id, self.loaded.engine.drafter_kind)
 
     async def check_health(self) -> None:
@@ -186,6 +197,7 @@ class TargetReplica:
         if self._fleet is not None:
             self._fleet.stop()
         self._loop.stop()
+        self._closed_loop.close()
         if self._draft_link is not None:
             self._draft_link.close()
 
@@ -257,6 +269,7 @@ class TargetReplica:
             text = "Draft tokens every step verifies; absent when the scheduler decides."
             families.append(gauge("fixed_verify_length", text, engine.policy.verify_length))
         families += schedule_families(engine)
+        families += closed_loop_families(self._closed_loop)
         if self._fleet is not None:
             families += fleet_families(self._fleet)
         return families

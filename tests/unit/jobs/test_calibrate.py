@@ -7,6 +7,7 @@ import pytest
 
 import calibrate
 import evaluate
+import runner
 from dspark.config import build_config
 from dspark.evaluation.config import CalibrateConfig
 from dspark.evaluation.engine_worker import EngineWorker
@@ -146,3 +147,19 @@ def test_a_drafter_without_a_confidence_head_is_refused(config, tiny_target, tmp
 def test_a_domain_without_prompts_cannot_be_fitted_on(config):
     with pytest.raises(ValueError, match="fit_domains holds 'maths', but the prompts' domains are chat, math"):
         calibrate.run(config.with_changes(fit_domains=["maths"]))
+
+
+def test_recorded_traffic_is_named_by_a_flag_and_without_any_the_remedy_is_told(config, tmp_path, capsys):
+    path = tmp_path / "calibrate.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    options = {"default_config": "calibrate.yaml", "flags": calibrate.FLAGS}
+    folder = tmp_path / "traffic"
+    argv = ["--from-traffic", str(folder), "--config", str(path)]
+    assert runner.main(CalibrateConfig, calibrate.run, **options, argv=[*argv, "--dry-run"]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (plan["from_traffic"], plan["rounds_read"]) == (str(folder), 0)
+    assert runner.main(CalibrateConfig, calibrate.run, **options, argv=argv) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"error: {folder} holds no recorded round of drafter {config.drafter}; serve it with")
+    assert runner.main(CalibrateConfig, calibrate.run, **options, argv=[*argv, "fit_domains=[math]"]) == 1
+    assert "has no effect with from_traffic" in capsys.readouterr().err

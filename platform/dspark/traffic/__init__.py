@@ -1,0 +1,1 @@
+"""What served answers tell of the drafter: recorded rounds, the error of its confidences, and drift of acceptance."""
