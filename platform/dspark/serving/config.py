@@ -27,7 +27,10 @@ class LimitsConfig(Config):
     max_output_tokens: int = Field(1024, ge=1)
     """Tokens of an answer, and what a chat request that names no limit gets."""
     allow_priority: bool = False
-    """Take a request's `priority`; whoever may set it goes before everybody else. Off, only 0 is taken."""
+    """Take any request's `priority` and any `service_tier`; whoever may set it goes before everybody else. Off, only
+    0 is taken, and the tiers that go before others only from the keys that `api_keys_file` gives them to."""
+    service_tiers: dict[str, int] = {"default": 0, "flex": 1, "priority": -1}
+    """The `priority` that a request's `service_tier` stands for; what is not here is refused by name."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds from a request's arrival to its last token; then it is ended with an error."""
     max_body_bytes: int = Field(1_000_000, ge=1)
@@ -122,7 +125,8 @@ class ServeConfig(Config):
     """GPUs of a replica; None takes one where the cluster has any."""
     api_keys_file: str | None = None
     """Text file with a key per line, of which a client must send one as `Authorization: Bearer …`; None lets everybody
-    in. The keys do not stand here because Serve logs and shows this config."""
+    in. Words behind a key are tiers of `limits.service_tiers` that its holder may ask for: `KEY priority`. The keys do
+    not stand here because Serve logs and shows this config."""
 
     @model_validator(mode="after")
     def _check_draft_replicas(self) -> Self:

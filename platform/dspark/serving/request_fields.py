@@ -66,7 +66,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_options": "how long text stays findable is the server's",
     "prompt_cache_retention": "how long text stays findable is the server's",
     "safety_identifier": "users are not told apart",
-    "service_tier": "nothing is billed; priority is what changes a request's turn",
     "store": "no answer is stored",
     "user": "users are not told apart",
 }
