@@ -57,7 +57,10 @@ class FailoverConfig(Config):
 
     max_continuations: int = Field(2, ge=0)
     """Times that an answer is continued by another replica, behind the tokens that it has. Then, or with 0, it ends
-    with an error: a request that is itself what kills replicas must not kill them all."""
+    with an error. Replicas that are taken away on purpose do not count."""
+    min_progress_tokens: int = Field(32, ge=0)
+    """Tokens that an answer must have got from a replica it was continued by. One that loses it before is taken for the
+    cause, ends with status 422 and is not continued: it would end them all. 0 continues it."""
     wait_s: float = Field(60.0, gt=0)
     """Seconds that an answer waits for its next token from there, while replicas are busy or not yet there again."""
 
