@@ -18,10 +18,12 @@ class LimitsConfig(Config):
     """What a client may ask for; more is refused with the limit's name."""
 
     max_concurrent_requests: int = Field(256, ge=1)
-    """Requests of one replica, running or waiting; the next one gets status 429."""
-    max_wait_s: float | None = Field(None, gt=0)
-    """Seconds that a new request may be expected to wait before it runs, at the pace of lately; more gets status 429.
-    None lets it wait, as long as `max_concurrent_requests` allows it."""
+    """Requests of one replica, running or waiting; the next one gets status 429. The API counts those of all replicas
+    that run, so that what is too much is refused before it is read."""
+    max_wait_s: float | None = Field(10.0, gt=0)
+    """Seconds that a new request may be expected to wait before it runs, at the pace of lately; more gets status 429,
+    with the seconds after which it would be taken. Longer for batches that nobody watches. None lets it wait, as long
+    as `max_concurrent_requests` allows it."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Tokens of a prompt; None leaves it to the target's context."""
     max_output_tokens: int = Field(1024, ge=1)
@@ -61,6 +63,10 @@ class FailoverConfig(Config):
     min_progress_tokens: int = Field(32, ge=0)
     """Tokens that an answer must have got from a replica it was continued by. One that loses it before is taken for the
     cause, ends with status 422 and is not continued: it would end them all. 0 continues it."""
+    drain_s: float = Field(150.0, ge=20)
+    """Seconds for which a target replica that is taken away goes on with what it began. What is left then is continued
+    by others; so a rollout need not last as long as the longest answer. The API's own processes, whose streams nobody
+    could continue, stay for `limits.request_timeout_s`."""
     wait_s: float = Field(60.0, gt=0)
     """Seconds that an answer waits for its next token from there, while replicas are busy or not yet there again."""
 
