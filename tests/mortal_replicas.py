@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from dspark.serving.config import FailoverConfig
-from dspark.serving.engine_client import Continuation, Delta
+from dspark.serving.engine_client import Continuation, Delta, LoadReport
 from dspark.serving.openai_schema import GenerateRequest, Refusal
-from dspark.serving.resuming import Answers, ReplicaLost, resumed
+from dspark.serving.resuming import Answers, FailoverCounts, ReplicaLost, resumed
 from dspark.serving.target_replica import TargetReplica
 
 
@@ -27,18 +27,25 @@ class MortalReplicas:
         refusals: dict[int, Refusal] | None = None,
         failover: FailoverConfig | None = None,
         timeout_s: float = 60.0,
+        counts: FailoverCounts | None = None,
     ) -> None:
         self.asked: list[Continuation | None] = []
         self._replicas, self._deaths = replicas, deaths
         self._refusals = refusals or {}
-        self._failover = failover or FailoverConfig(max_continuations=len(deaths))
+        self._failover = failover or FailoverConfig(max_continuations=len(deaths), min_progress_tokens=0)
         self._timeout_s = timeout_s
+        self._counts = counts
 
     def generate(self, request_id: str, request: GenerateRequest) -> AsyncGenerator[Delta | Refusal, None]:
         def attempt(number: int, continuation: Continuation | None) -> Answers:
             return self._ask(number, f"{request_id}.{number}", request, continuation)
 
-        return resumed(attempt, num_choices=request.n, config=self._failover, timeout_s=self._timeout_s)
+        return resumed(
+            attempt, num_choices=request.n, config=self._failover, timeout_s=self._timeout_s, counts=self._counts
+        )
+
+    async def loads(self) -> Sequence[LoadReport | None]:
+        return []
 
     async def metrics(self) -> Any:
         return await self._replicas[0].metrics()

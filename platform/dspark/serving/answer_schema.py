@@ -91,6 +91,8 @@ class Answer(Wire):
     metrics: Metrics | None = None
     prompt_token_ids: list[int] | None = None
     """Of a chat; of a completion they stand in its choice."""
+    service_tier: str | None = None
+    """The turn that it had, where the request asked for one."""
 
 
 class ModelCard(Wire):

@@ -22,6 +22,12 @@ from dspark.storage import absolute
 TURN_ROUTER = f"{TurnRouter.__module__}.{TurnRouter.__name__}"
 MAX_DRAFT_MESSAGES = 1000  # at once to a draft replica: two per target replica, so never the limit
 INGRESS_REQUESTS = 1000  # at once in one process of the API
+LEAN_SERVE = {  # for the API's process, which never blocks its loop: no thread has to be switched for a chunk
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+INGRESS_GRACE_S = 30.0  # beyond the longest request, before a process of the API that is taken away is ended
 
 
 class Ingress:
@@ -52,7 +58,8 @@ def build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=INGRESS_REQUESTS,
         max_queued_requests=INGRESS_REQUESTS,  # what is over that gets a 503 from Serve's proxy, in place of waiting
         backpressure_config={"status_code": 503, "retry_after_s": 1},
-        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=config.limits.request_timeout_s + INGRESS_GRACE_S,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": LEAN_SERVE}},
     )(serve.ingress()(Ingress))
     return ingress.bind(config, replica)
 
@@ -82,6 +89,7 @@ def target_deployment(config: ServeConfig) -> Deployment:
         max_ongoing_requests=config.limits.max_concurrent_requests + 16,  # so that the replica itself refuses the rest
         max_queued_requests=config.limits.max_concurrent_requests,
         request_router_config=_router(config.routing),
+        graceful_shutdown_timeout_s=config.failover.drain_s,
         ray_actor_options=_resources(1, config.gpus_per_replica, config.threads),
     )(TargetReplica)
 

@@ -10,6 +10,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.draft_server import DraftServerConfig
 from dspark.engine.drafter_folder import WITHOUT_FOLDER
 from dspark.engine.remote_draft_state import RemoteDraftConfig
+from dspark.serving.fleet_config import FleetConfig
 from dspark.targets import TargetConfig
 from dspark.traffic.config import TrafficConfig, WatchConfig
 
@@ -18,50 +19,25 @@ class LimitsConfig(Config):
     """What a client may ask for; more is refused with the limit's name."""
 
     max_concurrent_requests: int = Field(256, ge=1)
-    """Requests of one replica, running or waiting; the next one gets status 429."""
-    max_wait_s: float | None = Field(None, gt=0)
-    """Seconds that a new request may be expected to wait before it runs, at the pace of lately; more gets status 429.
-    None lets it wait, as long as `max_concurrent_requests` allows it."""
+    """Requests of one replica, running or waiting; the next one gets status 429. The API counts those of all replicas
+    that run, so that what is too much is refused before it is read."""
+    max_wait_s: float | None = Field(10.0, gt=0)
+    """Seconds that a new request may be expected to wait before it runs, at the pace of lately; more gets status 429,
+    with the seconds after which it would be taken. Longer for batches that nobody watches. None lets it wait, as long
+    as `max_concurrent_requests` allows it."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Tokens of a prompt; None leaves it to the target's context."""
     max_output_tokens: int = Field(1024, ge=1)
     """Tokens of an answer, and what a chat request that names no limit gets."""
     allow_priority: bool = False
-    """Take a request's `priority`; whoever may set it goes before everybody else. Off, only 0 is taken."""
+    """Take any request's `priority` and any `service_tier`; whoever may set it goes before everybody else. Off, only
+    0 is taken, and the tiers that go before others only from the keys that `api_keys_file` gives them to."""
+    service_tiers: dict[str, int] = {"default": 0, "flex": 1, "priority": -1}
+    """The `priority` that a request's `service_tier` stands for; what is not here is refused by name."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds from a request's arrival to its last token; then it is ended with an error."""
     max_body_bytes: int = Field(1_000_000, ge=1)
     """Bytes of a request's body."""
-
-
-class FleetConfig(Config):
-    """How replicas talk to the fleet scheduler. None of it is ever waited for."""
-
-    enabled: bool = True
-    """Off: every replica decides alone. A single replica decides alone either way."""
-    name: str = "dspark-fleet"
-    """Name of the scheduler's actor: one per fleet that shares draft capacity."""
-    namespace: str = "dspark"
-    """Ray namespace of the actor."""
-    report_every_s: float = Field(0.1, gt=0)
-    """Seconds between a replica's reports, more where the scheduler is busy."""
-    lease_ttl_s: float = Field(1.0, gt=0)
-    """Seconds a lease holds, more where reports come less often. A replica that gets no other in time decides by its
-    local rule."""
-    idle_exit_s: float = Field(60.0, gt=0)
-    """Seconds without a report after which the actor ends itself."""
-    draft_blocks_per_s: float | None = Field(None, gt=0)
-    """Blocks per second that shared drafters can draft for all replicas; None: what draft replicas say of themselves,
-    and where there are none each replica drafts on its own hardware."""
-    max_draft_load: float = Field(0.9, gt=0, le=1)
-    """Share of the drafters' time that is given out: nearer to 1, more is drafted and waits are longer."""
-    min_tokens_per_s: dict[int, float] = {}
-    """Tokens per second that a tier's users get at least, in the mean over a replica's and as far as that can be, by
-    the `priority` of their requests: {-1: 20.0}. Others then get fewer draft tokens where need be."""
-    speed_headroom: float = Field(0.15, ge=0)
-    """Share by which these minima are aimed over: a user's speed wavers from second to second."""
-    max_scheduler_load: float = Field(0.4, gt=0, le=1)
-    """Of one core, what the scheduler's process may take; above it replicas are asked to report less often."""
 
 
 class DraftReplicasConfig(Config):
@@ -84,7 +60,14 @@ class FailoverConfig(Config):
 
     max_continuations: int = Field(2, ge=0)
     """Times that an answer is continued by another replica, behind the tokens that it has. Then, or with 0, it ends
-    with an error: a request that is itself what kills replicas must not kill them all."""
+    with an error. Replicas that are taken away on purpose do not count."""
+    min_progress_tokens: int = Field(32, ge=0)
+    """Tokens that an answer must have got from a replica it was continued by. One that loses it before is taken for the
+    cause, ends with status 422 and is not continued: it would end them all. 0 continues it."""
+    drain_s: float = Field(150.0, ge=20)
+    """Seconds for which a target replica that is taken away goes on with what it began. What is left then is continued
+    by others; so a rollout need not last as long as the longest answer. The API's own processes, whose streams nobody
+    could continue, stay for `limits.request_timeout_s`."""
     wait_s: float = Field(60.0, gt=0)
     """Seconds that an answer waits for its next token from there, while replicas are busy or not yet there again."""
 
@@ -156,7 +139,8 @@ class ServeConfig(Config):
     """GPUs of a replica; None takes one where the cluster has any."""
     api_keys_file: str | None = None
     """Text file with a key per line, of which a client must send one as `Authorization: Bearer …`; None lets everybody
-    in. The keys do not stand here because Serve logs and shows this config."""
+    in. Words behind a key are tiers of `limits.service_tiers` that its holder may ask for: `KEY priority`. The keys do
+    not stand here because Serve logs and shows this config."""
 
     @model_validator(mode="after")
     def _check_draft_replicas(self) -> Self:

@@ -82,9 +82,15 @@ class DeploymentOptions(Config):
     user_config: HotConfig | None = None
     """Applied to running replicas when it is changed and deployed again."""
     graceful_shutdown_wait_loop_s: float = Field(2.0, gt=0)
-    graceful_shutdown_timeout_s: float = Field(ge=120.0)
+    graceful_shutdown_timeout_s: float | None = Field(None, ge=120.0)
+    """Seconds after which one that is taken away is ended, whatever it works on. None: `failover.drain_s` of a target
+    replica, `limits.request_timeout_s` and 30 of the API."""
     health_check_period_s: float = Field(10.0, gt=0)
     health_check_timeout_s: float = Field(30.0, gt=0)
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas if self.autoscaling_config is None else self.autoscaling_config.max_replicas
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
@@ -112,6 +118,37 @@ class ApplicationOptions(Config):
                 raise ValueError(
                     f"{deployment.name}: max_ongoing_requests {deployment.max_ongoing_requests} must be over "
                     f"limits.max_concurrent_requests {most}: requests would wait in Serve without an answer"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_room_in_the_api(self) -> Self:
+        """What all target replicas may have open must fit into the processes of the API that are always there."""
+        named = {one.name: one for one in self.deployments}
+        ingress, targets = named.get("Ingress"), named.get("TargetReplica")
+        if ingress is None or targets is None:
+            return self
+        scaled = ingress.autoscaling_config
+        num_ingresses = ingress.num_replicas if scaled is None else max(1, scaled.min_replicas)
+        needed = self.args.limits.max_concurrent_requests * targets.most_replicas
+        if ingress.max_ongoing_requests * num_ingresses <= needed:
+            raise ValueError(
+                f"Ingress: max_ongoing_requests {ingress.max_ongoing_requests} of {num_ingresses} replica(s) must be "
+                f"over the {needed} requests that {targets.most_replicas} target replica(s) may have open; raise it "
+                "or num_replicas of Ingress"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_drains(self) -> Self:
+        """A stream that goes through a process of the API ends with it."""
+        longest_s = self.args.limits.request_timeout_s
+        for one in self.deployments:
+            drain_s = one.graceful_shutdown_timeout_s
+            if one.name == "Ingress" and drain_s is not None and drain_s < longest_s:
+                raise ValueError(
+                    f"Ingress: graceful_shutdown_timeout_s {drain_s:g} must be at least limits.request_timeout_s "
+                    f"{longest_s:g}, or it cuts streams; leave it out for that and 30 s"
                 )
         return self
 

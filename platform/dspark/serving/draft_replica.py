@@ -13,16 +13,19 @@ import uuid
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 
+import numpy as np
 import ray
 
 from dspark.engine.draft_loading import load_draft_server
 from dspark.engine.draft_messages import DraftAnswer, DraftMessage
 from dspark.engine.draft_server import DraftServer
-from dspark.engine.drafter_folder import is_drafter_folder
+from dspark.engine.drafter_folder import DRAFTER_FILES, is_drafter_folder
 from dspark.errors import DsparkError, one_line
 from dspark.serving.config import ServeConfig
+from dspark.serving.draft_inputs import DraftInputs
 from dspark.serving.scheduler_actor import offer_drafter
 from dspark.speculation.fleet import DraftSupply
+from dspark.transfer import local_folder
 
 OFFERS_PER_LEASE = 4
 LEAST_BATCHES = 50  # that make a pace
@@ -141,11 +144,13 @@ class DraftReplica:
         folder = str(config.drafter)
         self._loop: DraftLoop | None = None
         self._stopping = threading.Event()
+        self._num_invalid = 0
         if not is_drafter_folder(folder):
             self._nothing = f"no trained drafter at {folder}; train one with python jobs/train.py"
             log.warning("%s: this draft replica drafts nothing", self._nothing)
             return
         server = load_draft_server(config.target, folder, config=settings.contexts, num_threads=settings.threads)
+        self._inputs = DraftInputs.of(local_folder(folder, DRAFTER_FILES))
         self._loop = DraftLoop(server)
         self._loop.start()
         if config.fleet.enabled and ray.is_initialized():
@@ -175,14 +180,22 @@ class DraftReplica:
         """The answer to an engine's message. Raises: DraftReplicaStopped."""
         if self._loop is None:
             return DraftAnswer((), self._nothing)
-        return await asyncio.wrap_future(self._loop.post(message))
+        problem = self._inputs.problem(message)
+        if problem is None:
+            return await asyncio.wrap_future(self._loop.post(message))
+        self._num_invalid += 1
+        log.error("a message of %s is refused: %s", message.sender, problem)
+        rest = replace(message, parts=(), asks=(), features=np.empty((0, 0), np.float32), dtype="float32")
+        answer = await asyncio.wrap_future(self._loop.post(rest))  # that it means another drafter is said first
+        return replace(answer, refusal=answer.refusal or f"the draft replica refuses this engine's message: {problem}")
 
     async def figures(self) -> dict[str, float]:
-        """Counters of `DraftServerStats`, contexts kept and free pages."""
+        """Counters of `DraftServerStats`, messages that do not fit the drafter, contexts kept and free pages."""
         if self._loop is None:
             return {}
         server = self._loop.server
-        return asdict(server.stats) | {"contexts": server.num_contexts, "pages_free": server.pool.num_free}
+        state = {"invalid": self._num_invalid, "contexts": server.num_contexts, "pages_free": server.pool.num_free}
+        return asdict(server.stats) | state
 
     async def check_health(self) -> None:
         """Raises: DraftReplicaStopped when nothing is drafted any more; Serve then replaces the replica."""

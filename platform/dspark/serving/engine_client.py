@@ -49,6 +49,19 @@ class Continuation:
     output_ids: Mapping[int, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class LoadReport:
+    """How a replica stands, in choices of requests: those open, and those that run at once.
+
+    per_s: those that end in a second, of late; None while it has no pace.
+    """
+
+    replica_id: str
+    num_open: int
+    max_running: int
+    per_s: float | None
+
+
 class EngineClient(Protocol):
     """The engine as the API sees it: one in this process, or replicas behind a Serve handle."""
 
@@ -65,6 +78,10 @@ class EngineClient(Protocol):
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer | Refusal:
         """The text of ids."""
+        ...
+
+    async def loads(self) -> Sequence[LoadReport | None]:
+        """How each replica stands; None in the place of one that does not answer in time."""
         ...
 
     async def metrics(self) -> "Sequence[Metric]":

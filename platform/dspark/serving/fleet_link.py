@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dspark.engine.engine import Engine
 from dspark.errors import one_line
 from dspark.provenance import fingerprint
-from dspark.serving.config import FleetConfig
+from dspark.serving.fleet_config import FleetConfig
 from dspark.serving.scheduler_actor import Exchange
 from dspark.speculation.fleet import FREE, Lease, ReplicaReport, Share, summarise
 

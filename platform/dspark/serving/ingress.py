@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 from dspark.serving.answer_stages import Answers, staged
 from dspark.serving.config import ServeConfig
 from dspark.serving.engine_client import Delta, EngineClient
+from dspark.serving.fleet_view import FleetView
+from dspark.serving.gate import Gate, GateCounts
 from dspark.serving.incoming import Incoming
 from dspark.serving.metrics import render
 from dspark.serving.openai_schema import ChatRequest, CompletionRequest, GenerateRequest, Refusal, RequestRefused
@@ -24,6 +26,7 @@ from dspark.serving.openapi import openapi_document
 from dspark.serving.request_ids import RequestIds, answer_id, engine_id
 from dspark.serving.responses import DONE, ChatWriter, TextWriter, error_event
 from dspark.serving.small_endpoints import SmallEndpoints
+from dspark.serving.this_replica import ingress_name
 
 HEALTH_TIMEOUT_S = 0.8
 METRICS_TIMEOUT_S = 5.0
@@ -40,7 +43,9 @@ def build_app(engine: EngineClient, config: ServeConfig, *, is_behind_proxy: boo
     """The API as an ASGI application. is_behind_proxy: Ray Serve's, which tells requests' ids itself."""
     app = FastAPI(title="dspark", docs_url=None, redoc_url=None)
     incoming = Incoming(config)
-    endpoints, small = _Endpoints(engine, incoming), SmallEndpoints(engine, incoming, config)
+    view = FleetView(config.limits)
+    counts = GateCounts(view)
+    endpoints, small = _Endpoints(engine, incoming, counts), SmallEndpoints(engine, incoming, config)
     app.add_api_route("/health", endpoints.health)
     app.add_api_route("/metrics", endpoints.metrics)
     app.add_api_route("/version", small.version)
@@ -54,15 +59,16 @@ def build_app(engine: EngineClient, config: ServeConfig, *, is_behind_proxy: boo
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_failure)
+    app.add_middleware(Gate, engine=engine, view=view, counts=counts)
     app.add_middleware(RequestIds, is_told=not is_behind_proxy)
     app.openapi = functools.partial(openapi_document, config.model_name)  # type: ignore[method-assign]
     return app
 
 
 class _Endpoints:
-    def __init__(self, engine: EngineClient, incoming: Incoming) -> None:
-        self._engine = engine
-        self._incoming = incoming
+    def __init__(self, engine: EngineClient, incoming: Incoming, counts: GateCounts) -> None:
+        self._engine, self._incoming, self._counts = engine, incoming, counts
+        self._name = ingress_name()
 
     async def health(self) -> Response:
         """200 while a replica answers; the engine's own steps are not waited for."""
@@ -78,6 +84,7 @@ class _Endpoints:
             families = await asyncio.wait_for(self._engine.metrics(), METRICS_TIMEOUT_S)
         except TimeoutError:
             raise RequestRefused.of("the replicas did not answer in time", status=503) from None
+        families = [*families, *self._counts.families(self._name)]
         return Response(render(families), media_type=CONTENT_TYPE_LATEST)
 
     async def chat_completions(self, http: Request) -> Response:

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from dspark.engine.engine import Engine
 from dspark.engine.remote_draft_state import RemoteDraftStats
 
+REFUSED = ("dspark_requests_refused", "Requests that were not begun, by status.")
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
 PER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 ENDINGS = ("stop", "length", "abort", "timeout", "error")
@@ -29,9 +30,7 @@ class ReplicaMetrics:
         )
         for ending in ENDINGS:
             self._endings.labels(ending)  # so that a rate can be taken before the first one
-        self._refused = Counter(
-            "dspark_requests_refused", "Requests that were not begun, by status.", ["status"], registry=self._registry
-        )
+        self._refused = Counter(*REFUSED, ["status"], registry=self._registry)
         self._first_token = Histogram(
             "dspark_time_to_first_token_seconds",
             "Seconds from a request's arrival at the replica to its first token.",
@@ -138,6 +137,14 @@ def gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None =
     """A gauge of one value; `dspark_` is added to its name."""
     family = GaugeMetricFamily(f"dspark_{name}", text, labels=list(labels or {}))
     family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def refused_family(by_status: Mapping[int, int]) -> Metric:
+    """Requests refused before they reached a replica, under the name of those that one refused."""
+    family = CounterMetricFamily(*REFUSED, labels=["status"])
+    for status, number in by_status.items():
+        family.add_metric([str(status)], number)
     return family
 
 

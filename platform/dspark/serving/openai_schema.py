@@ -106,6 +106,9 @@ class GenerateRequest(SamplingFields):
     """Most tokens of an answer; over limits.max_output_tokens or the context it is refused."""
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     """Extension, as vLLM's: a smaller one is served earlier and preempted later; needs limits.allow_priority."""
+    service_tier: str | None = None
+    """A turn by its name: default (or auto); flex, behind others; priority, before others, for keys that it is given
+    to, else refused; or what limits.service_tiers has. The answer tells it. A priority sent beside it must agree."""
     speculation: bool = True
     """Extension: false decodes this request plainly; its text stays the same where it is greedy or seeded."""
     verify_length: int | None = Field(None, ge=0)

@@ -32,6 +32,7 @@ REFUSALS = {
     401: "no valid key",
     404: "another model",
     413: "a body that is too long",
+    422: "two replicas failed while they worked on the request, which is not tried again",
     429: "too many requests; Retry-After says when to come back",
     500: "a failure of the server's own",
     503: "nothing can be served now; Retry-After says when to come back",

@@ -66,6 +66,5 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "prompt_cache_options": "how long text stays findable is the server's",
     "prompt_cache_retention": "how long text stays findable is the server's",
     "safety_identifier": "users are not told apart",
-    "service_tier": "nothing is billed; priority is what changes a request's turn",
     "user": "users are not told apart",
 }

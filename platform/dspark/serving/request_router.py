@@ -20,6 +20,7 @@ from ray.serve.request_router import (
 
 from dspark.config import build_config
 from dspark.serving.config import RoutingConfig
+from dspark.serving.open_calls import OpenCalls
 from dspark.serving.openai_schema import ChatRequest, CompletionRequest
 
 TURN = "\x1e"  # between the messages of a chat: it stands in no prompt
@@ -115,6 +116,7 @@ class TargetRouter(RequestRouter):
         self._prefixes: PromptPrefixes[ReplicaID] = PromptPrefixes(
             piece_characters=self._config.piece_characters, most=self._config.most_prefixes
         )
+        self._calls: OpenCalls[ReplicaID] = OpenCalls()
 
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
@@ -125,16 +127,33 @@ class TargetRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True  # else a full fleet is asked without a pause
             text = _text_of(pending_request)
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
-        costs = {
-            replica_id: token_cost(replica.routing_stats or {}, self.replica_queue_len_cache.get(replica_id))
-            for replica_id, replica in candidates.items()
-        }
         affine = self._prefixes.find(text, candidates) if self._config.prefix_affinity else None
-        order = ranked(costs, affine, most_imbalance=self._config.most_imbalance, draw=self._draw)
+        order = ranked(self._costs(candidates), affine, most_imbalance=self._config.most_imbalance, draw=self._draw)
+        if pending_request is not None and order:
+            # There is no wait between the look at the costs and this: whoever looks next sees it.
+            self._calls.choose(_name_of(pending_request), order[0])
         return [[candidates[replica_id]] for replica_id in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        self._calls.send(_name_of(pending_request), replica_id)
         self._prefixes.note(_text_of(pending_request), replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._calls.end(internal_request_id)
+
+    def _costs(self, candidates: Mapping[ReplicaID, RunningReplica]) -> dict[ReplicaID, float | None]:
+        """Of one more request at each."""
+        self._calls.keep(candidates)
+        said = {replica_id: replica.routing_stats or {} for replica_id, replica in candidates.items()}
+        num_calls = {replica_id: self._calls.num_at(replica_id, stats) for replica_id, stats in said.items()}
+        costs = {replica_id: token_cost(stats, num_calls[replica_id]) for replica_id, stats in said.items()}
+        if all(cost is None for cost in costs.values()):  # nothing was measured yet: evenly, then
+            return {replica_id: 1.0 + number for replica_id, number in num_calls.items()}
+        return costs
+
+
+def _name_of(pending_request: PendingRequest) -> str:
+    return pending_request.metadata.internal_request_id
 
 
 def _text_of(pending_request: PendingRequest) -> str:

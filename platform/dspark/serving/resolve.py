@@ -35,9 +35,6 @@ class RequestResolver:
         if request.verify_length is not None and request.verify_length > self._block_size:
             message = f"verify_length {request.verify_length} is over the drafter's block of {self._block_size}"
             raise RequestRefused.of(message, param="verify_length")
-        if request.priority and not self._limits.allow_priority:
-            message = f"priority {request.priority}: this server takes 0 only (limits.allow_priority is off)"
-            raise RequestRefused.of(message, param="priority")
         prompt_ids = self._prompt_ids(request)
         for token_id in request.stop_token_ids:
             self._require_known("stop_token_ids", token_id)

@@ -38,7 +38,12 @@ class TextWriter:
 
     def __init__(self, request_id: str, request: GenerateRequest) -> None:
         self.num_choices = request.n
-        self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": request.model}
+        self._head: dict[str, Any] = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": request.model,
+            "service_tier": request.service_tier,
+        }
         self._has_ids = request.return_token_ids
         self._has_logprobs = request.num_logprobs is not None
         self._offsets = [0] * request.n

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from dspark.provenance import fingerprint
-from dspark.serving.config import FleetConfig
+from dspark.serving.fleet_config import FleetConfig
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.fleet import FREE, DraftSupply, Lease, ReplicaReport, Share, allocate_shares
 

@@ -19,13 +19,13 @@ from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.engine.request import GenerationRequest
 from dspark.engine.step import StepOutput
 from dspark.errors import one_line
-from dspark.serving.admission import Admission
+from dspark.serving.admission import Pace, Room, refusal
 from dspark.serving.background_resolver import BackgroundResolver
 from dspark.serving.closed_loop import ClosedLoop
 from dspark.serving.closed_loop_metrics import closed_loop_families
 from dspark.serving.config import HotConfig, ServeConfig
 from dspark.serving.draft_link import ServeDraftLink
-from dspark.serving.engine_client import ENGINE_STOPPED, Continuation, Delta
+from dspark.serving.engine_client import ENGINE_STOPPED, Continuation, Delta, LoadReport
 from dspark.serving.engine_loop import EngineLoop, EngineStopped
 from dspark.serving.fleet_link import FleetLink, LoadMeter
 from dspark.serving.metrics import ReplicaMetrics, counter, draft_link_families, engine_families, gauge, with_label
@@ -62,7 +62,7 @@ class TargetReplica:
             self._remote = RemoteDrafts(self._draft_link, self.id, config.draft_replicas.link)
         self._config = config
         self._limits = config.limits
-        self._admission = Admission(config.limits)
+        self._pace = Pace()
         self._swaps = {"done": 0, "refused": 0}
         self._num_continued = 0
         self._num_calls = 0
@@ -131,7 +131,7 @@ class TargetReplica:
         finally:
             recording.end()
             self._num_calls -= 1
-            self._admission.ended(len(resolved))
+            self._pace.ended(len(resolved))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
         """The ids that a prompt becomes."""
@@ -140,6 +140,15 @@ class TargetReplica:
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer | Refusal:
         """The text of ids."""
         return await self._resolver.detokenize(request)
+
+    async def load(self) -> LoadReport:
+        """How it stands, for the API."""
+        room = self._room
+        return LoadReport(self.id, room.num_open, room.max_running, room.per_s)
+
+    async def loads(self) -> list[LoadReport | None]:
+        """As if it were a fleet."""
+        return [await self.load()]
 
     async def metrics(self) -> "list[Metric]":
         """Metric families, each sample with this replica's id."""
@@ -192,6 +201,11 @@ class TargetReplica:
         """Raises: EngineStopped when the engine no longer runs; Serve then replaces the replica."""
         self._loop.check()
 
+    async def is_healthy(self) -> bool:
+        """As `check_health`."""
+        self._loop.check()
+        return True
+
     def close(self) -> None:
         """Stop the threads; open requests end with an error."""
         if self._fleet is not None:
@@ -228,6 +242,15 @@ class TargetReplica:
         self._resolver = BackgroundResolver(resolver, most_texts=self._limits.max_concurrent_requests)
         self._token_texts = TokenTexts(resolver.tokenizer)
 
+    @property
+    def _room(self) -> Room:
+        return Room(
+            num_open=self._loop.num_open + self._resolver.num_resolving,
+            max_running=self.loaded.engine.config.max_running_requests,
+            most=self._limits.max_concurrent_requests,
+            per_s=self._pace.per_s,
+        )
+
     def _report(self, sequence: int, with_curve: bool) -> ReplicaReport:
         return self._meter.report(sequence, with_curve)
 
@@ -239,13 +262,9 @@ class TargetReplica:
         if request.n > most:
             raise RequestRefused.of(f"n is {request.n}; this server allows {most}", param="n")
         output_ids = dict.fromkeys(range(request.n), ()) if continuation is None else continuation.output_ids
-        refusal = self._admission.refusal(
-            num_new=len(output_ids),
-            num_open=self._loop.num_open + self._resolver.num_resolving,
-            max_running=self.loaded.engine.config.max_running_requests,
-        )
-        if refusal is not None:
-            raise RequestRefused(refusal)
+        refused = refusal(self._room, self._limits, num_new=len(output_ids), may_wait=continuation is not None)
+        if refused is not None:
+            raise RequestRefused(refused)
         resolved = await self._resolver.resolve(request_id, request, num_choices=len(output_ids))
         return [
             replace(resolved, request_id=f"{request_id}-{choice}", choice=choice, output_ids=ids)

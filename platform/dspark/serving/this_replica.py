@@ -18,6 +18,11 @@ def replica_id() -> str:
         return LOCAL
 
 
+def ingress_name() -> str:
+    """Of this process of the API, where figures of replicas have the replica's."""
+    return f"ingress-{replica_id()}"
+
+
 def end_process() -> None:
     """At once: Serve starts another replica when a process is gone, but only after some failed checks when it answers,
     and until then requests would still come here, to fail."""

@@ -42,8 +42,10 @@ PREFERRED = {
     "stop_token_ids": st.lists(st.integers(0, 330), max_size=4),
     "tokens": st.lists(st.integers(0, 330), max_size=8),
     "arguments": st.dictionaries(st.text("ab"), st.integers(), max_size=2).map(json.dumps),
+    "service_tier": st.sampled_from(["auto", "default", "flex", "priority", "any"]),
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["shout", "tools", "x"]), st.booleans(), max_size=2),
 }
+LIMITS = {"max_output_tokens": 12, "max_concurrent_requests": 8, "allow_priority": True}
 DOCUMENT = openapi_document(MODEL)
 VALUES = SchemaValues(DOCUMENT, PREFERRED)
 
@@ -68,15 +70,14 @@ REQUEST = st.one_of(*(st.tuples(st.just(path), bodies(path)) for path in sorted(
 
 @pytest.fixture(scope="module")
 def replica(tool_calling_target: Path) -> Iterator[TargetReplica]:
-    limits = {"max_output_tokens": 12, "max_concurrent_requests": 8, "allow_priority": True}
-    replica = TargetReplica(serve_config(tool_calling_target, limits=limits))
+    replica = TargetReplica(serve_config(tool_calling_target, limits=LIMITS))
     yield replica
     replica.close()
 
 
 def test_no_request_fails_the_server(replica: TargetReplica) -> None:
     statuses: Counter[int] = Counter()
-    app = build_app(replica, serve_config("unused"))
+    app = build_app(replica, serve_config("unused", limits=LIMITS))
     with serving(app) as url, httpx.Client(base_url=url, timeout=HANGS_AFTER_S) as http:
 
         @settings(SETTINGS, max_examples=BATCH, phases=[Phase.generate])

@@ -48,6 +48,13 @@ def test_the_replica_can_refuse_what_is_over_its_limit() -> None:
     assert replica.max_ongoing_requests > 40
 
 
+def test_a_stream_is_not_cut_by_a_drain_but_handed_over() -> None:
+    """The API stays for the longest request; replicas, whose answers others continue, as long as is said."""
+    deployed = deployments(limits={"request_timeout_s": 900}, failover={"drain_s": 45})
+    assert deployed["Ingress"]._deployment_config.graceful_shutdown_timeout_s > 900
+    assert deployed["TargetReplica"]._deployment_config.graceful_shutdown_timeout_s == 45
+
+
 @pytest.mark.parametrize(("drafter", "expected"), [("runs/x", None), ("ngram", "ngram"), (None, None)])
 def test_a_relative_drafter_is_found_from_where_serve_runs(
     drafter: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

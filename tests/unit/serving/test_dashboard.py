@@ -16,7 +16,7 @@ from dspark.serving.metrics import draft_link_families
 from dspark.serving.schedule_metrics import fleet_families
 from dspark.serving.target_replica import TargetReplica
 from dspark.speculation.fleet import Lease, ReplicaReport, Share
-from tiny_serving import serve_config
+from tiny_serving import TEXT, completion, post, serve_config
 
 MONITORING = Path(__file__).resolve().parents[3] / "k8s" / "monitoring"
 DASHBOARD = MONITORING / "grafana-dashboard.json"
@@ -79,6 +79,25 @@ def test_what_no_other_engine_tells_is_on_the_dashboard(panels: list[dict[str, A
         "dspark_fleet_fallbacks_total",
     ):
         assert name in text
+
+
+def test_drafted_copied_and_plain_decodes_are_all_of_them(panels: list[dict[str, Any]], tiny_target: Path) -> None:
+    """By the panel's own expressions, of what an engine counted that drafts, copies and does neither."""
+    (panel,) = [panel for panel in panels if panel["title"] == "Drafted, copied, plain"]
+    drafter = {"engine": {"page_size": 4, "kv_tokens": 4096, "max_running_requests": 8, "lookup": {}}}
+    replica = TargetReplica(serve_config(tiny_target, **drafter))
+    for speculation in (True, False):
+        post(replica, TEXT, completion(max_tokens=60, speculation=speculation))
+    families = asyncio.run(replica.metrics())
+    replica.close()
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    shares = []
+    for target in panel["targets"]:
+        text = re.sub(r"sum\(rate\((\w+)\{[^}]*\}\[[^\]]*\]\)\)", lambda found: str(values[found[1]]), target["expr"])
+        shares.append(eval(text.replace("clamp_min", "max")))
+    assert sum(shares) == pytest.approx(1.0)
+    assert min(shares) >= 0
+    assert shares[2] > 0.1  # what was decoded plainly
 
 
 def test_panels_lie_beside_each_other_and_their_parentheses_close(panels: list[dict[str, Any]]) -> None:

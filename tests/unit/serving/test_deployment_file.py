@@ -96,11 +96,20 @@ def test_a_misspelt_key_is_refused_wherever_it_stands(place: tuple[Any, ...]) ->
         build_config(DeploymentFile, changed)
 
 
+def test_more_processes_of_the_api_carry_more_replicas() -> None:
+    changed = content()
+    ingress, targets, _ = changed["applications"][0]["deployments"]
+    targets["num_replicas"], ingress["num_replicas"] = 4, 2
+    build_config(DeploymentFile, changed)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda c: c["applications"][0]["deployments"][1].update(max_ongoing_requests=256), "max_concurrent_requests"),
         (lambda c: c["applications"][0]["deployments"][1].update(graceful_shutdown_timeout_s=20), "graceful"),
+        (lambda c: c["applications"][0]["deployments"][0].update(graceful_shutdown_timeout_s=150), "cuts streams"),
+        (lambda c: c["applications"][0]["deployments"][1].update(num_replicas=4), "1024 requests that 4 target"),
         (lambda c: c["http_options"].update(request_timeout_s=600), "limits.request_timeout_s"),
         (
             lambda c: c["applications"][0]["deployments"][1].update(

@@ -62,7 +62,7 @@ def test_a_hundred_clients_that_hang_up_after_the_first_chunk_free_everything_wi
 
 def test_of_ten_times_too_many_each_is_answered_and_few_are_let_in(replica: TargetReplica) -> None:
     """Those that are let in have few before them, whatever the rest does: that bounds how long they wait."""
-    replica._admission._limits = replica._limits.with_changes(max_concurrent_requests=16)
+    replica._limits = replica._limits.with_changes(max_concurrent_requests=16)
     replica.loaded.engine._requests._max_running = 8
     statuses: Counter[int] = Counter()
     num_open: list[int] = []

@@ -23,7 +23,8 @@ def read(body: dict[str, Any], request_class: Any = CompletionRequest, **headers
 
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     http = Request({"type": "http", "headers": named}, receive)
-    return asyncio.run(Incoming(serve_config("unused", limits={"max_body_bytes": 400})).read(http, request_class))
+    limits = {"max_body_bytes": 400, "allow_priority": True}
+    return asyncio.run(Incoming(serve_config("unused", limits=limits)).read(http, request_class))
 
 
 def refusal(body: dict[str, Any], **headers: str) -> Refusal:

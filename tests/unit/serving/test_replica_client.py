@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from ray import serve
-from ray.serve.exceptions import BackPressureError
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponseGenerator
 
 from dspark.serving.config import FailoverConfig
@@ -15,6 +18,7 @@ from dspark.serving.engine_client import Delta
 from dspark.serving.metrics import render
 from dspark.serving.openai_schema import CompletionRequest, Refusal
 from dspark.serving.replica_client import ReplicaClient
+from dspark.serving.resuming import ReplicaLost
 from dspark.serving.target_replica import TargetReplica
 from dspark.serving.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from tiny_serving import MODEL, serve_config
@@ -109,3 +113,40 @@ def test_a_call_that_was_not_taken_is_refused_and_closing_it_raises_nothing() ->
     refused = asyncio.run(run())
     assert isinstance(refused, Refusal)
     assert refused.status == 429
+
+
+def dead(reason: str) -> ActorDiedError:
+    """As Ray says why an actor died."""
+    return ActorDiedError(ActorDiedErrorContext(error_message=reason, actor_id=b"0" * 16))
+
+
+class Dying(Dropped):
+    """A call whose replica's actor ends."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def __anext__(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (dead("The actor is dead because it was killed by `ray.kill`."), "taken_away"),
+        (dead("The actor is dead because its worker process has died."), "died"),
+        (ActorUnavailableError("the network is gone", b"0" * 16), "died"),
+        (DeploymentUnavailableError(DeploymentID("TargetReplica", "app")), "missing"),
+    ],
+)
+def test_how_a_replica_was_lost_is_told_apart(error: Exception, how: str) -> None:
+    handle: Any = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: Dying(error)))
+    client = ReplicaClient(handle, FailoverConfig(), timeout_s=60.0)
+
+    async def run() -> None:
+        async for _ in client._ask("r", request(), None):
+            pytest.fail("it says nothing")
+
+    with pytest.raises(ReplicaLost) as caught:
+        asyncio.run(run())
+    assert caught.value.how == how

@@ -55,7 +55,7 @@ def api(tiny_target: Path, tool_calling_target: Path) -> Iterator[Api]:
         for target in (tiny_target, tool_calling_target)
     ]
     replicas = [TargetReplica(config) for config in configs]
-    first, second = (build_app(replica, serve_config("unused")) for replica in replicas)
+    first, second = (build_app(replica, config) for replica, config in zip(replicas, configs, strict=True))
     with serving(first) as url, serving(second) as calling_url:
         yield Api(url, calling_url)
     for replica in replicas:
@@ -205,9 +205,19 @@ def presence_penalty(api: Api) -> None:
 
 @effect
 def priority(api: Api) -> None:
-    """Who goes first is the engine's to test; without leave it is refused, as test_resolve has it."""
+    """Who goes first is the engine's to test; without leave it is refused, as test_service_tiers has it."""
     assert api.ids(priority=-1) == api.ids()
     assert api.refused(TEXT, priority=2**31)["param"] == "priority"
+
+
+@effect
+def service_tier(api: Api) -> None:
+    """What it is to the engine is a priority; the answer tells it, a stream in every chunk."""
+    told = [api.text(service_tier=tier)["service_tier"] for tier in ("auto", "flex", "priority")]
+    assert told == ["default", "flex", "priority"]
+    assert "service_tier" not in api.text()
+    assert api.refused(TEXT, service_tier="scale")["param"] == "service_tier"
+    assert api.refused(TEXT, service_tier=1)["param"] == "service_tier"
 
 
 @effect

@@ -166,6 +166,7 @@ def test_serves_router_sends_a_prompt_back_to_where_it_was_read() -> None:
             assert asked.routing_context.should_backoff
             assert [len(rank) for rank in chosen] == [1, 1, 1]
             router.on_request_routed(asked, chosen[0][0].replica_id, None)  # type: ignore[arg-type]
+            router.on_request_completed(chosen[0][0].replica_id, asked.metadata.internal_request_id)
             again = await router.choose_replicas(replicas, pending(f"prompt {number} and more of it"))
             assert again[0] == chosen[0]
             without = [one for one in replicas if one is not chosen[0][0]]
@@ -193,6 +194,45 @@ def test_requests_that_come_together_each_go_to_their_own_replica() -> None:
             asked.append((request, one))
         chosen = await asyncio.gather(*(router._choose_replica_for_request(request) for request, _ in asked))
         assert [one.replica_id for one in chosen] == [one.replica_id for _, one in asked]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stats", [{"token_s": 1.0, "num_calls": 0.0}, {}], ids=["measured", "new"])
+def test_requests_that_come_at_the_same_moment_are_spread(stats: dict[str, float]) -> None:
+    """Through Serve's own loop, before any replica could say that it has something to do."""
+
+    async def run() -> None:
+        router = TargetRouter(
+            DeploymentID("TargetReplica", "app"), DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+        )
+        router.initialize_state(**RoutingConfig(piece_characters=PIECE).model_dump())
+        replicas = [replica(name, **stats) for name in "xyz"]
+        router.update_replicas(replicas)
+        asked = [pending(f"{number}: a prompt of its own", name=str(number)) for number in range(60)]
+        chosen = await asyncio.gather(*(router._choose_replica_for_request(request) for request in asked))
+        counts = [sum(one is other for one in chosen) for other in replicas]
+        assert max(counts) - min(counts) <= 6, counts
+        for number in range(60):
+            router.on_request_completed(chosen[number].replica_id, str(number))
+        assert [router._calls.num_at(one.replica_id, {}) for one in replicas] == [0, 0, 0]
+
+    asyncio.run(run())
+
+
+def test_a_shared_beginning_holds_together_until_its_replica_is_too_dear() -> None:
+    async def run() -> None:
+        router = TargetRouter(DeploymentID("TargetReplica", "app"), DeploymentHandleSource.REPLICA)
+        router.initialize_state(**RoutingConfig(piece_characters=PIECE, most_imbalance=1.5).model_dump())
+        replicas = [replica(name, token_s=1.0, num_calls=8.0) for name in "xy"]
+        first = pending("the same beginning", name="first")
+        router.on_request_routed(first, replicas[0].replica_id, None)  # type: ignore[arg-type]
+        firsts = []
+        for number in range(12):
+            asked = pending(f"the same beginning {number}", name=str(number))
+            firsts.append((await router.choose_replicas(replicas, asked))[0][0] is replicas[0])
+        assert firsts[:4] == [True] * 4  # up to half as dear again
+        assert not all(firsts)
 
     asyncio.run(run())
 

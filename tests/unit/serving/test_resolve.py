@@ -82,7 +82,7 @@ def test_stop_ids_of_a_request_come_beside_the_targets_own(loaded: LoadedEngine)
 
 
 def test_the_rest_is_handed_on(loaded: LoadedEngine) -> None:
-    request = resolver(loaded, allow_priority=True).resolve(
+    request = resolver(loaded).resolve(
         "r", text_request("a", temperature=0.5, top_k=4, stop=["x"], seed=9, verify_length=2, priority=-1, max_tokens=3)
     )
     assert (request.request_id, request.max_tokens, request.stop_strings) == ("r", 3, ("x",))
@@ -105,7 +105,6 @@ def test_limits_by_default(loaded: LoadedEngine) -> None:
         (text_request([319, 320]), "prompt"),
         (text_request([5] * 31), "prompt"),
         (text_request([5], verify_length=8), "verify_length"),
-        (text_request([5], priority=-1), "priority"),
         (text_request([5], stop_token_ids=[320]), "stop_token_ids"),
         (text_request([5], logit_bias={"320": 1.0}), "logit_bias"),
         (text_request([5], allowed_token_ids=[320]), "allowed_token_ids"),

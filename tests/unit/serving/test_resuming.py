@@ -11,7 +11,7 @@ import pytest
 from dspark.serving.config import FailoverConfig
 from dspark.serving.ingress import build_app
 from dspark.serving.openai_schema import Refusal
-from dspark.serving.resuming import FIRST_PAUSE_S, Patience
+from dspark.serving.resuming import FIRST_PAUSE_S, FailoverCounts, Patience, ReplicaLost
 from dspark.serving.target_replica import TargetReplica
 from mortal_replicas import MortalReplicas
 from tiny_serving import CHAT, TEXT, chat, completion, events, is_empty, post, serve_config
@@ -139,7 +139,8 @@ def test_choices_that_ended_are_not_made_again(replicas: list[TargetReplica]) ->
 
 def test_after_so_many_deaths_the_answer_ends_with_an_error(replicas: list[TargetReplica]) -> None:
     def asked() -> Any:
-        return MortalReplicas(replicas, (2, 2, 2), failover=FailoverConfig(max_continuations=2))
+        failover = FailoverConfig(max_continuations=2, min_progress_tokens=0)
+        return MortalReplicas(replicas, (2, 2, 2), failover=failover)
 
     response = post(asked(), TEXT, completion())
     assert (response.status_code, response.json()["error"]["code"]) == (503, "replica_failed")
@@ -187,18 +188,77 @@ def test_a_client_that_leaves_while_a_replica_is_looked_for_leaves_nothing(repli
     asyncio.run(run())
 
 
+def test_a_request_under_which_two_replicas_die_one_after_the_other_is_not_tried_on_a_third(
+    replicas: list[TargetReplica],
+) -> None:
+    """Were it what ends them, none would be left; whatever it had is told, and why it ends."""
+    counts = FailoverCounts()
+
+    def asked() -> Any:
+        return MortalReplicas(replicas, (4, 2, 9, 9), failover=FailoverConfig(max_continuations=9), counts=counts)
+
+    mortal = asked()
+    response = post(mortal, TEXT, completion())
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "poison_request")
+    assert len(mortal.asked) == 2
+    *chunks, last = events(post(asked(), TEXT, completion(stream=True, return_token_ids=True)))
+    assert last["error"]["code"] == "poison_request"
+    assert len(chunks) == 6
+    assert counts == FailoverCounts(continued=2, given_up=0, poison=2)
+
+
+def test_one_death_never_ends_an_answer_not_even_before_its_first_token(replicas: list[TargetReplica]) -> None:
+    alone = post(replicas[0], TEXT, completion(max_tokens=80, verify_length=0)).json()
+    for deaths in ((0,), (70,), (2, 40), (0, 33)):  # a step a token: far enough from one to the next
+        mortal: Any = MortalReplicas(replicas[1:], deaths, failover=FailoverConfig(max_continuations=2))
+        answer = post(mortal, TEXT, completion(max_tokens=80, verify_length=0)).json()
+        assert without_names(answer) == without_names(alone)
+
+
+def died(how: Any = "died") -> ReplicaLost:
+    return ReplicaLost("it was there", how)
+
+
+def test_deaths_count_as_the_requests_doing_by_how_far_it_came_in_between() -> None:
+    patience = Patience(FailoverConfig(max_continuations=9, min_progress_tokens=32))
+    assert (patience.lost(died(), 5), patience.is_poison) == (0.0, False)
+    patience.found()
+    assert (patience.lost(died(), 37), patience.is_poison) == (0.0, False)
+    patience.found()
+    assert (patience.lost(died(), 68), patience.is_poison) == (None, True)
+
+
+def test_having_no_replica_is_not_the_requests_doing() -> None:
+    patience = Patience(FailoverConfig(max_continuations=4))
+    patience.lost(died(), 5)
+    for _ in range(3):
+        assert patience.lost(died("missing"), 5) is not None
+    assert patience.lost(died("missing"), 5) is None  # but it is looked for so many times only
+    assert not patience.is_poison
+
+
+def test_replicas_that_are_taken_away_do_not_use_up_the_continuations() -> None:
+    patience = Patience(FailoverConfig(max_continuations=1))
+    for number in range(5):
+        assert patience.lost(died("taken_away"), 100 * number) is not None
+        patience.found()
+    assert patience.lost(died(), 600) is not None
+    patience.found()
+    assert patience.lost(died(), 700) is None
+
+
 def test_patience_ends_by_number_and_by_time() -> None:
     now = [0.0]
     patience = Patience(FailoverConfig(max_continuations=2, wait_s=1.0), clock=lambda: now[0])
     assert patience.left_s is None
-    assert patience.lost() == 0.0
+    assert patience.lost(died(), 10) == 0.0
     assert patience.busy() == FIRST_PAUSE_S
     now[0] = 0.6
     assert patience.left_s == pytest.approx(0.4)
     patience.found()
     assert (patience.left_s, patience.is_searching) == (None, False)
-    assert patience.lost() == 0.0
+    assert patience.lost(died(), 100) == 0.0
     now[0] = 1.7
     assert patience.busy() is None
     patience.found()
-    assert patience.lost() is None
+    assert patience.lost(died(), 200) is None
