@@ -15,7 +15,7 @@ from dspark.manifests.pods import GPU, Pod, ray_pods
 from dspark.manifests.served import KEY, PORT, SERVED_FROM, deployed
 from dspark.manifests.surroundings import Surroundings
 from dspark.serving.config import ServeConfig
-from dspark.serving.deployment_file import ApplicationOptions, DeploymentFile
+from dspark.serving.deployment_file import ApplicationOptions, DeploymentFile, DeploymentOptions
 
 UPGRADES = ("NewCluster", "NewClusterWithIncrementalUpgrade", "None")
 CONFIG: Place = ("spec", KEY)
@@ -198,10 +198,15 @@ def _needed(application: ApplicationOptions, resource: str, workers: list[Pod]) 
     return total
 
 
+def _drain_s(deployment: DeploymentOptions, application: ApplicationOptions) -> float:
+    """Seconds that a replica is given to end what it began. The API's own default needs no more than the delay below."""
+    by_default = application.args.failover.drain_s if deployment.name == "TargetReplica" else 0
+    return deployment.graceful_shutdown_timeout_s or by_default
+
+
 def _time(document: Document, served: DeploymentFile) -> Iterator[Problem]:
     """Whether pods, and clusters that were replaced, are given the time to end what they began."""
-    deployments = [deployment for application in served.applications for deployment in application.deployments]
-    longest = max((deployment.graceful_shutdown_timeout_s for deployment in deployments), default=0)
+    longest = max((_drain_s(one, app) for app in served.applications for one in app.deployments), default=0)
     for pod in ray_pods(document):
         place = (*pod.place, "spec", "terminationGracePeriodSeconds")
         if (document.get(*place) or 30) <= longest:
