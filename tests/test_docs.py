@@ -87,7 +87,8 @@ def check_script(script: Path, arguments: list[str]) -> None:
     options.add_argument("--config", default=f"configs/demo/{script.stem}.yaml")
     given, overrides = options.parse_known_args(arguments)
     flags = [word for word in overrides if word.startswith("--")]
-    assert [flag for flag in flags if flag not in JOB_FLAGS and f'"{flag}"' not in source] == [], script
+    keys = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}  # a job's own
+    assert [flag for flag in flags if flag not in JOB_FLAGS and f'"{keys[flag]}"' not in source] == [], script
     if MADE_BY_THE_READER not in given.config:
         overrides = [word for word in overrides if "=" in word and not word.startswith("--")]
         load_config(config_class(script.stem), ROOT / given.config, overrides)

@@ -38,7 +38,7 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def run_job(command: list[str], workplace: Path) -> dict[str, object]:
-    environment = os.environ | {"RAY_ADDRESS": start_local_cluster()}
+    environment = os.environ | {"RAY_ADDRESS": start_local_cluster(), "PYTHONPATH": str(ROOT / "platform")}
     words = [sys.executable, str(ROOT / command[1]), *command[2:]]
     done = subprocess.run(
         words, cwd=workplace, env=environment, capture_output=True, text=True, timeout=540, check=False

@@ -199,7 +199,7 @@ def _needed(application: ApplicationOptions, resource: str, workers: list[Pod]) 
 
 
 def _drain_s(deployment: DeploymentOptions, application: ApplicationOptions) -> float:
-    """Seconds that a replica is given to end what it began. The API's own default needs no more than the delay below."""
+    """Seconds that a replica is given to end what it began. The API's own default is within the delay below."""
     by_default = application.args.failover.drain_s if deployment.name == "TargetReplica" else 0
     return deployment.graceful_shutdown_timeout_s or by_default
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dspark.engine.step import StepOutput
 from dspark.serving.sampling_fields import Wire
 
 
@@ -13,6 +14,15 @@ class StepDraft:
     num_verified: int
     num_accepted: int
     num_output: int
+
+    @staticmethod
+    def of(output: StepOutput) -> "StepDraft | None":
+        """None for the step that read the prompt."""
+        done = output.round
+        if done is None:
+            return None
+        num_accepted = min(done.num_accepted, done.num_committed)  # an accepted token behind a stop is not output
+        return StepDraft(output.num_drafted, done.num_proposed, num_accepted, done.num_committed)
 
 
 class SpeculativeDecoding(Wire):

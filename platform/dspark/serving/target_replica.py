@@ -17,7 +17,6 @@ from dspark.engine.engine import Engine
 from dspark.engine.loading import LoadedEngine, load_engine
 from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.engine.request import GenerationRequest
-from dspark.engine.step import StepOutput
 from dspark.errors import one_line
 from dspark.serving.admission import Pace, Room, refusal
 from dspark.serving.background_resolver import BackgroundResolver
@@ -119,7 +118,7 @@ class TargetReplica:
                         index[output.request_id],
                         None if output.logprobs is None else [self._token_texts.show(one) for one in output.logprobs],
                         output.num_cached_tokens,
-                        _draft(output) if request.return_speculation else None,
+                        StepDraft.of(output) if request.return_speculation else None,
                     )
                     prompt_ids = None  # they are told once
         except ValueError as error:
@@ -298,12 +297,3 @@ def _chat(config: ServeConfig, loaded: LoadedEngine) -> ChatConfig:
     if config.chat is not None or loaded.provenance is None:
         return config.chat or ChatConfig()
     return build_config(ChatConfig, loaded.provenance["chat"], source="provenance.json of the drafter")
-
-
-def _draft(output: StepOutput) -> StepDraft | None:
-    """What speculation did in a decode; None for the step that read the prompt."""
-    done = output.round
-    if done is None:
-        return None
-    num_accepted = min(done.num_accepted, done.num_committed)  # an accepted token behind a stop is not output
-    return StepDraft(output.num_drafted, done.num_proposed, num_accepted, done.num_committed)
