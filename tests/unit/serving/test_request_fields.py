@@ -286,6 +286,13 @@ def stop_token_ids(api: Api) -> None:
 
 
 @effect
+def store(api: Api) -> None:
+    """What is kept of a request is test_closed_loop's to show; its answer is the same."""
+    assert api.ids(store=False) == api.ids(store=True) == api.ids()
+    assert api.refused(TEXT, store="never")["param"] == "store"
+
+
+@effect
 def stream(api: Api) -> None:
     *chunks, done = api.text(stream=True)
     assert done == "[DONE]"
