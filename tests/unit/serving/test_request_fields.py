@@ -234,18 +234,19 @@ def repetition_penalty(api: Api) -> None:
 
 @effect
 def return_speculation(api: Api) -> None:
-    answer = api.text(max_tokens=100, return_speculation=True)
+    asked = {"max_tokens": 100, "verify_length": 3, "return_speculation": True}  # a scheduled length follows the clock
+    answer = api.text(**asked)
     told = answer["metrics"]["speculative_decoding"]
     assert told["num_decode_steps"] + told["num_accepted_draft_tokens"] == 99
     assert told["num_draft_tokens"] >= told["num_verified_tokens"] >= told["num_accepted_draft_tokens"] > 0
     assert told["mean_acceptance_length"] > 1
     assert told["draft_acceptance_rate"] == told["num_accepted_draft_tokens"] / told["num_verified_tokens"]
     stop = answer["choices"][0]["token_ids"][60]
-    stopped = api.text(max_tokens=100, return_speculation=True, stop_token_ids=[stop])  # in the midst of a block
+    stopped = api.text(**asked, stop_token_ids=[stop])  # in the midst of a block
     told = stopped["metrics"]["speculative_decoding"]
     most = 1 + told["num_decode_steps"] + told["num_accepted_draft_tokens"]
     assert told["num_accepted_draft_tokens"] < stopped["usage"]["completion_tokens"] <= most
-    *_, last, _ = api.text(max_tokens=100, return_speculation=True, stream=True)
+    *_, last, _ = api.text(**asked, stream=True)
     assert (last["choices"], last["metrics"]) == ([], answer["metrics"])
     assert "metrics" not in api.text()
 
