@@ -79,7 +79,7 @@ class MeasurementConfig(Config):
     def _check_measurement(self) -> "MeasurementConfig":
         if not (self.prompts or self.tasks or self.benchmarks):
             raise ValueError("there is nothing to measure on; give prompts, tasks or benchmarks")
-        require_known(self.benchmarks)
+        require_known([*self.tasks, *self.benchmarks])
         for name, default in (("benchmarks_folder", None), ("benchmarks_from_hub", False)):
             if not self.benchmarks and getattr(self, name) != default:
                 raise ValueError(f"{name} has no effect without benchmarks; leave it out")

@@ -67,8 +67,10 @@ def shard_names(folder: Location, kind: str) -> Iterator[str]:
     yield from sorted(names, key=_time_of, reverse=True)
 
 
-def _time_of(name: str) -> tuple[str, str]:
-    return name.split("-")[1], name
+def _time_of(name: str) -> tuple[str, str, str]:
+    """Milliseconds; a writer's files of the same one by their number."""
+    _, milliseconds, _, number = name.split("-")
+    return milliseconds, number.partition(".")[0], name
 
 
 def _remove_stale(folder: Path) -> None:

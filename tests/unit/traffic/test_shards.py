@@ -24,6 +24,13 @@ def test_it_never_holds_more_than_its_bytes_and_the_oldest_go_first(tmp_path: Pa
     assert oct((tmp_path / "t").stat().st_mode & 0o777) == "0o700"
 
 
+def test_files_of_one_millisecond_go_in_the_order_in_which_they_were_written(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("dspark.traffic.shards.time.time", lambda: 1_000.0)
+    folder = ShardFolder(str(tmp_path), writer="r", max_bytes=250)
+    written = [folder.write(kind, bytes(100)) for kind in (TEXTS, ROUNDS, TEXTS, ROUNDS)]
+    assert sizes_in(tmp_path).keys() == set(written[2:])
+
+
 def test_what_never_fits_is_refused_and_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(b"x" * 500_000)
     (tmp_path / "fine_tune.json").write_text("{}")
