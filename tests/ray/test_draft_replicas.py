@@ -137,6 +137,4 @@ def test_a_draft_replica_killed_amid_streams_costs_no_token_and_drafting_comes_b
         return wait_for(lambda: of_drafts()["contexts"] == 0, seconds=5)  # it is on its way when the answer has ended
 
     if not wait_for(is_empty, seconds=15):
-        pytest.xfail(
-            "a context may stay open at the draft replica that took the dead one's place; the cause is not known"
-        )
+        pytest.xfail("a context may stay open at the draft replica in the dead one's place; the cause is not known")
