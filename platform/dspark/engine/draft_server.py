@@ -37,6 +37,7 @@ from dspark.engine.draft_messages import (
 )
 from dspark.engine.draft_runner import DraftRequest, DraftRunner
 
+MOST_CLOSED = 8192  # handles that are remembered: what comes late must not open them again
 PIECE_TOKENS = 256  # of a waiting context, handed on between two batches: what a batch waits for at most
 
 log = logging.getLogger("dspark.engine")
@@ -109,6 +110,7 @@ class DraftServer:
         self._runner, self._identity, self._config, self._clock = runner, identity, config, clock
         self._device = device or torch.device("cpu")
         self._contexts: dict[Key, _Context] = {}
+        self._closed: dict[Key, None] = {}  # the newest last; an engine never uses a handle twice
 
     @property
     def num_contexts(self) -> int:
@@ -155,6 +157,9 @@ class DraftServer:
         """Closed contexts go, parts are added to theirs; the contexts that there is no room for."""
         for handle in message.closed:
             self._close((message.sender, handle))
+            self._closed[message.sender, handle] = None
+        for key in list(self._closed)[: max(0, len(self._closed) - MOST_CLOSED)]:
+            del self._closed[key]
         is_refused = set()
         for part, features in zip(message.parts, split_features(message, self._device), strict=True):
             key = (message.sender, part.handle)
@@ -172,6 +177,8 @@ class DraftServer:
 
     def _extend(self, key: Key, part: ContextPart, features: Tensor) -> None:
         """Raises: PagePoolExhausted without room for all of it, with the context as it was."""
+        if key in self._closed:
+            return  # a message that was overtaken by the one that closed it
         context = self._contexts.get(key)
         if part.start > (0 if context is None else context.num_features):
             return  # what lies before is missing: the answer says so
