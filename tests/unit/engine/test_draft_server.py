@@ -114,6 +114,16 @@ def test_what_comes_once_more_is_passed_over_and_what_is_missing_is_said(drafter
     assert drafted(reply_of(server, sender.message(13, 14))) == sender.expected(drafter, 14)
 
 
+def test_a_message_that_the_closing_overtook_opens_its_context_for_nobody(drafter):
+    server, sender = make_server(drafter), Sender("engine", drafter, seed=0)
+    reply_of(server, sender.message(0, 6))
+    late = sender.message(0, 9)
+    server.serve([sender.message(0, 0, parts=(), asks=(), features=to_array(torch.empty(0, 0)), closed=(0,))])
+    assert reply_of(server, late).num_context == 0
+    assert server.num_contexts == 0
+    server.check()
+
+
 def test_a_long_context_is_handed_on_between_batches_and_not_drafted_for_before(drafter):
     server = make_server(drafter)
     sender = Sender("engine", drafter, seed=0, num_tokens=110)

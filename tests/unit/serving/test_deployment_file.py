@@ -100,7 +100,8 @@ def test_more_processes_of_the_api_carry_more_replicas() -> None:
     changed = content()
     ingress, targets, _ = changed["applications"][0]["deployments"]
     targets["num_replicas"], ingress["num_replicas"] = 4, 2
-    build_config(DeploymentFile, changed)
+    (application,) = build_config(DeploymentFile, changed).applications
+    assert [one.num_replicas for one in application.deployments[:2]] == [2, 4]
 
 
 @pytest.mark.parametrize(
