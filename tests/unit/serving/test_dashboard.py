@@ -16,6 +16,7 @@ from dspark.serving.metrics import draft_link_families
 from dspark.serving.schedule_metrics import fleet_families
 from dspark.serving.target_replica import TargetReplica
 from dspark.speculation.fleet import Lease, ReplicaReport, Share
+from tiny_drafter import make_tiny_drafter
 from tiny_serving import TEXT, completion, post, serve_config
 
 MONITORING = Path(__file__).resolve().parents[3] / "k8s" / "monitoring"
@@ -43,9 +44,18 @@ def attached_link() -> FleetLink:
 
 
 @pytest.fixture(scope="module")
-def exported(tiny_target: Path) -> set[str]:
+def exported(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every name of a sample that a replica exports, of positions and refusals also those that are not there yet."""
-    replica = TargetReplica(serve_config(tiny_target))
+    folder = tmp_path_factory.mktemp("dashboard")
+    replica = TargetReplica(
+        serve_config(
+            tiny_target,
+            drafter=str(make_tiny_drafter(folder / "drafter", tiny_target)),
+            profile_without_curve=True,
+            traffic={"folder": str(folder / "traffic")},
+            watch={"fine_tune": {"command": ["python", "jobs/train.py"]}},
+        )
+    )
     families = [*asyncio.run(replica.metrics()), *fleet_families(attached_link())]
     families += draft_link_families(RemoteDraftStats())
     replica.close()
@@ -77,6 +87,9 @@ def test_what_no_other_engine_tells_is_on_the_dashboard(panels: list[dict[str, A
         "dspark_measured_step_seconds_total",
         "dspark_lease_age_seconds",
         "dspark_fleet_fallbacks_total",
+        "dspark_confidence_ece_mean",
+        "dspark_acceptance_ratio",
+        "dspark_traffic_rounds_total",
     ):
         assert name in text
 
