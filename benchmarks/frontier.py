@@ -22,11 +22,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from dspark.config import build_config
-from dspark.data.prompts import read_prompts
-from dspark.evaluation.benchmarking import choose_prompts
-from dspark.evaluation.contest import Contest, run_keys
 from dspark.evaluation.load_config import ContestConfig
-from dspark.provenance import fingerprint
+from dspark.evaluation.load_run import LoadRun
+from resumed_runs import folder_of, resumed_runs
 
 OURS, RIVAL = "ours", "rival"
 NUM_RESAMPLED = 1000
@@ -37,9 +35,8 @@ Speeds = dict[tuple[str, int], NDArray[np.float64]]  # (entrant, load) -> a spee
 def main() -> None:
     options = parsed()
     config = contest_config(options)
-    output = Path(options.output) / fingerprint(config.model_dump(mode="json"))[:8]  # other settings, other runs
-    output.mkdir(parents=True, exist_ok=True)
-    speeds = measured(config, output / "runs.jsonl")
+    output = folder_of(config, options.output)
+    speeds = measured(config, output)
     rows = compared(speeds, config.concurrency)
     print(
         f"{'at once':>8}{'user, rival':>13}{'all, rival':>12}{'user x':>8}{'interval':>16}{'all x':>8}{'interval':>16}"
@@ -51,23 +48,14 @@ def main() -> None:
     print(json.dumps({"rows": rows, "picture": str(output / "frontier.png")}))
 
 
-def measured(config: ContestConfig, path: Path) -> Speeds:
+def measured(config: ContestConfig, folder: Path) -> Speeds:
     """Of every request its mean speed over the repeats."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {tuple(row["key"]) for row in rows}
-    to_do = [key for key in run_keys(config) if key not in done]
-    if to_do:
-        prompts = read_prompts(config.prompts, seed=config.seed, heldout_fraction=config.heldout_fraction)
-        contest = Contest(config, choose_prompts(prompts, config))
-        contest.warm_up()
-    for number, key in enumerate(to_do):
-        run = contest.run(key[3], config.modes[0], key[1])
-        whole = [answer for answer in run.answers if answer.failure is None]
-        assert len(whole) == len(run.answers), "a request failed"
-        rows.append({"key": key, "speeds": [a.num_tokens / (a.arrived_s[-1] - a.sent_s) for a in whole]})
-        with path.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        print(f"\r{number + 1} of {len(to_do)} runs", end="\n" if number + 1 == len(to_do) else "", flush=True)
+
+    def of_answers(run: LoadRun) -> dict[str, Any]:
+        assert all(answer.failure is None for answer in run.answers), "a request failed"
+        return {"speeds": [answer.num_tokens / (answer.arrived_s[-1] - answer.sent_s) for answer in run.answers]}
+
+    rows = resumed_runs(config, folder, of_answers)
     return {
         (name, load): np.mean(
             [row["speeds"] for row in rows if row["key"][1] == load and row["key"][3] == name], axis=0

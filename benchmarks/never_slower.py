@@ -18,37 +18,19 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dspark.config import build_config
-from dspark.data.prompts import read_prompts
-from dspark.evaluation.benchmarking import choose_prompts
-from dspark.evaluation.contest import Contest, run_keys
 from dspark.evaluation.load_config import ContestConfig
-from dspark.provenance import fingerprint
+from resumed_runs import folder_of, resumed_runs
 
 LEAST = 0.98
 PLAIN, SCHEDULED = "plain", "scheduled"
+FIGURES = ("tokens_per_s", "verify_length")
 
 
 def main() -> int:
     options = parsed()
     config = contest_config(options)
-    output = Path(options.output) / fingerprint(config.model_dump(mode="json"))[:8]  # other settings, other runs
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / "runs.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {tuple(row["key"]) for row in rows}
-    to_do = [key for key in run_keys(config) if key not in done]
-    if to_do:
-        prompts = read_prompts(config.prompts, seed=config.seed, heldout_fraction=config.heldout_fraction)
-        contest = Contest(config, choose_prompts(prompts, config))
-        contest.warm_up()
-        for number, key in enumerate(to_do):
-            _, concurrency, _, entrant = key
-            figures = contest.run(entrant, config.modes[0], concurrency).figures()
-            rows.append({"key": key} | {name: figures[name] for name in ("tokens_per_s", "verify_length")})
-            with path.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-            print(f"\r{number + 1} of {len(to_do)} runs", end="", flush=True)
-        print()
+    output = folder_of(config, options.output)
+    rows = resumed_runs(config, output, lambda run: {name: run.figures()[name] for name in FIGURES})
     table = compared(rows, config)
     print_table(table)
     draw(rows, config, output / "never_slower.png")
