@@ -3,10 +3,13 @@ PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint check-config serve-config gpu-check clean
+.PHONY: demo install test lint check-config serve-config gpu-check clean
 
 demo: .venv/.installed-base
 	.venv/bin/python jobs/pipeline.py $(ARGS)
+
+# .venv alone, for what the README says of your own model.
+install: .venv/.installed-base
 
 test: .venv/.installed-dev
 	.venv/bin/pytest $(ARGS)
