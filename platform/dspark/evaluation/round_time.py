@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 
 from dspark.config import Config
 from dspark.drafters.checkpoint import from_deepspec, load_drafter, to_deepspec
@@ -23,6 +24,7 @@ from dspark.provenance import read_json, write_json
 from dspark.targets import TargetConfig, load_target, load_tokenizer, vocabulary_size
 
 PAGE_SIZE = 16
+WEIGHTS, SLOT_EMBEDDING = "model.safetensors", "anchor_fusion.slot_embedding"
 
 log = logging.getLogger("dspark.round_time")
 
@@ -100,16 +102,22 @@ def _timer(config: RoundTimeConfig, model: Any, vocabulary: int, folder: str, bl
 
 
 def _with_block(folder: str, block_size: int, scratch: Path) -> str:
-    """The drafter under a config with this block: its own folder, or one with a link to its weights."""
+    """The drafter under a config with this block: its own folder, or one with its weights.
+
+    What it has for each slot is cut, or goes on as in its last slot.
+    """
     content = read_json(f"{folder}/config.json")
     shape = from_deepspec(content)
     if shape.block_size == block_size:
         return folder
     changed = shape.model_copy(update={"block_size": block_size})
     write_json(scratch / "config.json", to_deepspec(changed, dtype=str(content.get("dtype", "bfloat16"))))
-    link = scratch / "model.safetensors"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(folder).resolve() / "model.safetensors")
+    weights = load_file(Path(folder) / WEIGHTS)
+    if SLOT_EMBEDDING in weights:
+        slots = torch.arange(block_size).clamp_max(shape.block_size - 1)
+        weights[SLOT_EMBEDDING] = weights[SLOT_EMBEDDING][slots]
+    (scratch / WEIGHTS).unlink(missing_ok=True)  # a link to another file would have that one written over
+    save_file(weights, scratch / WEIGHTS)
     return str(scratch)
 
 
