@@ -11,10 +11,12 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dspark.evaluation.plots import COLOURS, GRID, INK, LINE_STYLES
 
 PANEL_WIDTH, ROW_HEIGHT = 3.6, 2.9
+HEADROOM = 1.06  # of an axis from zero, above its highest point
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,10 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.minorticks_off()
     if "y" in panel.log:
         axes.set_yscale("log")
+    if panel.kind == "lines" and not panel.ticks and "x" not in panel.log and _are_whole(panel.lines):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no position two and a half
     if panel.from_zero:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, max(axes.get_ylim()[1], HEADROOM * axes.dataLim.y1))
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
     axes.set_title(panel.title, fontsize=10, loc="left", color=INK)
@@ -105,6 +109,10 @@ def _panel(axes: Axes, panel: Panel) -> None:
     axes.grid(color=GRID, linewidth=0.8)
     for spine in axes.spines.values():
         spine.set_color(GRID)
+
+
+def _are_whole(lines: Sequence[Line]) -> bool:
+    return all(float(x).is_integer() for line in lines for x in line.x)
 
 
 def _line(axes: Axes, line: Line) -> None:
