@@ -282,8 +282,9 @@ class RemoteDraftRunner:
         self._num_open -= 1
         self._closed.add(handle)
         self._collect()
-        if not self._num_open and all(sent.answer.done() for sent in self._ahead):
-            # No step may come that would take it along. Nobody waits for this one, whether the link is down or not.
+        if not self._num_open:
+            # No step may come that would take it along. Nobody waits for this one, whether the link is down or not; what
+            # is still on its way and overtaken by it opens nothing there.
             self._ahead.append(self._post([], [], AHEAD_TIMEOUT_S))
 
 

@@ -276,3 +276,13 @@ def test_an_aborted_request_is_forgotten_there(model, dspark):
     engine.abort("0")
     assert link.server.num_contexts == 0
     assert torch.is_tensor(runner._nothing.token_ids)
+
+
+def test_the_last_request_is_forgotten_there_whatever_else_is_on_its_way(model, dspark):
+    """No further request may ever come here to say so: another replica may get them all."""
+    link = DirectLink(lambda: make_server(dspark), lambda n: "silent" if n == 0 else "arrives")  # the way's opening
+    engine = make_engine(model, remote_runner(dspark, link))
+    run(engine, [request(PROMPTS[0], max_tokens=12)])
+    assert not link.messages[0].parts
+    assert engine.stats.drafted > 0
+    assert link.server.num_contexts == 0
