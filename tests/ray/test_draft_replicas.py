@@ -1,6 +1,7 @@
 """Two target replicas and a draft replica on Ray Serve, and what becomes of their streams when it is killed."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,9 +132,12 @@ def test_a_draft_replica_killed_amid_streams_costs_no_token_and_drafting_comes_b
     after = [one["dspark_drafted_tokens_total"] for one in figures(targets)]
     assert sum(after) > sum(before)
 
+    lengths = itertools.count(1)
+
     def is_empty() -> bool:
-        """What could not be said when a request ended is said with the next one's."""
-        asyncio.run(answers(targets, "d", 4))
+        """What could not be said when a request ended is said with the next one's, if that comes to the same target:
+        so many at once, each time of other beginnings, that both get some."""
+        asyncio.run(answers(targets, "d" * next(lengths), 16))
         return of_drafts()["contexts"] == 0
 
     assert wait_for(is_empty, seconds=30)

@@ -283,8 +283,8 @@ class RemoteDraftRunner:
         self._closed.add(handle)
         self._collect()
         if not self._num_open:
-            # No step may come that would take it along. Nobody waits for this one, whether the link is down or not; what
-            # is still on its way and overtaken by it opens nothing there.
+            # No step may come that would take it along. Nobody waits for this one, whether the link is down or not, and
+            # what is still on its way and overtaken by it opens nothing there.
             self._ahead.append(self._post([], [], AHEAD_TIMEOUT_S))
 
 
