@@ -238,6 +238,8 @@ class RemoteDraftRunner:
         self.stats.is_up = False
         self.stats.failures += 1
         self._pause.begin()
+        # The answer keeps it, and it would keep the frames that asked, and in them requests that have ended.
+        error.__traceback__ = None
 
     def _post(self, parts: Sequence[tuple[RemoteMemory, int]], asks: Sequence[DraftAsk], timeout_s: float) -> _Sent:
         """Send what the draft replica lacks of each context up to a position, and everything that was closed."""

@@ -1,5 +1,6 @@
 """Drafting elsewhere: the same proposals as beside the target, and no harm done by whatever befalls the link."""
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_pool import DirectLink, Fate, make_server, remote_runner
+from draft_pool import DirectLink, Fate, Ticks, make_server, remote_runner
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.draws import Draws
@@ -286,3 +287,18 @@ def test_the_last_request_is_forgotten_there_whatever_else_is_on_its_way(model, 
     assert not link.messages[0].parts
     assert engine.stats.drafted > 0
     assert link.server.num_contexts == 0
+
+
+def test_a_link_that_failed_keeps_no_request_alive(model, dspark):
+    """An exception that an answer holds remembers the frames it was raised through, and what was asked for in them."""
+    link = DirectLink(lambda: make_server(dspark), lambda n: "lost" if n in (2, 4) else "arrives")
+    engine = make_engine(model, remote_runner(dspark, link, clock=Ticks(5.0)))
+    gc.collect()
+    gc.disable()
+    try:
+        run(engine, [request(PROMPTS[i], str(i), max_tokens=24) for i in range(3)])
+        assert engine._drafts.stats.failures == 2
+        assert engine.stats.drafted > 0
+        assert link.server.num_contexts == 0
+    finally:
+        gc.enable()

@@ -103,7 +103,9 @@ def test_a_secret_across_the_end_of_what_is_kept_is_not_kept_in_part() -> None:
 
 
 def test_half_of_a_surrogate_pair_becomes_valid_text() -> None:
-    redactor().clean("a \ud83d b").encode()
+    text = redactor().clean("a \ud83d b")
+    assert text.encode().decode() == text
+    assert (text[:2], text[-2:]) == ("a ", " b")
 
 
 @pytest.mark.parametrize(
