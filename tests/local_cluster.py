@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -25,6 +27,16 @@ def start_local_cluster() -> str:
             runtime_env={"env_vars": runner.worker_environment()},
         )
     return str(ray.get_runtime_context().gcs_address)
+
+
+def replicas_of(deployment: str) -> dict[str, Any]:
+    """Actors of this Serve deployment's replicas by name; one that ends while they are listed is left out."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if deployment in actor["name"]:
+            with suppress(ValueError):  # it was alive when the list was made
+                found[actor["name"]] = ray.get_actor(actor["name"], namespace=actor["namespace"])
+    return found
 
 
 def start_job(name: str, *arguments: str, log: Path) -> "subprocess.Popen[bytes]":

@@ -13,7 +13,7 @@ from ray import serve
 from dspark.serving.app import draft_deployment, target_deployment
 from dspark.serving.config import ServeConfig
 from dspark.serving.openai_schema import CompletionRequest, Refusal
-from local_cluster import start_local_cluster
+from local_cluster import replicas_of, start_local_cluster
 from tiny_drafter import make_tiny_drafter
 from tiny_serving import MODEL, serve_config
 from tiny_target import make_tiny_target
@@ -104,9 +104,8 @@ def test_both_targets_are_drafted_for_and_answer_as_without_a_drafter(targets: A
 
 
 def kill_draft_replica() -> None:
-    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    (name,) = [name for name in names if "DraftReplica" in name]
-    ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
+    (replica,) = replicas_of("DraftReplica").values()
+    ray.kill(replica, no_restart=False)
 
 
 def test_a_draft_replica_killed_amid_streams_costs_no_token_and_drafting_comes_back(targets: Any) -> None:

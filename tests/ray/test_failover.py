@@ -21,7 +21,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from dspark.config import build_config
 from dspark.serving.deployment_file import DeploymentFile
-from local_cluster import start_local_cluster
+from local_cluster import replicas_of, start_local_cluster
 from tiny_serving import MODEL, completion
 from tiny_target import make_tiny_target
 
@@ -119,12 +119,6 @@ def num_ready(url: str) -> int:
     return len(gauges(url, "dspark_steps_total"))
 
 
-def replicas() -> dict[str, Any]:
-    """Target replicas' actors by name."""
-    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    return {name: ray.get_actor(name, namespace="serve") for name in named if "TargetReplica" in name}
-
-
 def ask(url: str, **fields: Any) -> dict[str, Any]:
     response = httpx.post(f"{url}/v1/completions", json=completion(**fields), timeout=600)
     assert response.status_code == 200, response.text
@@ -154,7 +148,7 @@ def busiest(url: str) -> Any:
     running = [line for line in lines if line.startswith("dspark_requests_running{")]
     found = re.search(r'replica="([^"]+)"', max(running, key=lambda line: float(line.rpartition(" ")[2])))
     assert found is not None
-    return next(actor for name, actor in replicas().items() if found[1] in name)
+    return next(actor for name, actor in replicas_of("TargetReplica").items() if found[1] in name)
 
 
 @pytest.fixture(scope="module")
@@ -190,24 +184,24 @@ def test_a_replica_that_is_taken_away_ends_what_it_began_and_gets_nothing_new(
     continued = sum(gauges(url, "dspark_requests_continued_total"))
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = begin(pool, url)
-        before = set(replicas())
+        before = set(replicas_of("TargetReplica"))
         deploy(content, num_replicas=1)
         assert ask(url)["usage"] == 24
         assert [answer.result() for answer in answers] == undisturbed
-    assert wait_for(lambda: len(replicas()) == 1, seconds=120)
-    assert set(replicas()) < before
+    assert wait_for(lambda: len(replicas_of("TargetReplica")) == 1, seconds=120)
+    assert set(replicas_of("TargetReplica")) < before
     assert sum(gauges(url, "dspark_requests_continued_total")) <= continued  # nothing went on elsewhere
 
 
 def test_from_none_the_first_request_starts_a_replica_and_asking_after_health_does_not(url: str, content: Any) -> None:
     """Deployed anew, so that its own process is asked that knows of scaling to zero."""
     deploy(content, autoscaling_config=SCALED)
-    assert wait_for(lambda: not replicas(), seconds=300)
+    assert wait_for(lambda: not replicas_of("TargetReplica"), seconds=300)
     for _ in range(10):
         assert httpx.get(f"{url}/health", timeout=20).status_code == 200
         assert gauges(url, "dspark_steps_total") == []
         time.sleep(0.3)
-    assert not replicas()
+    assert not replicas_of("TargetReplica")
     assert ask(url)["usage"] == 24
-    assert len(replicas()) == 1
-    assert wait_for(lambda: not replicas(), seconds=300)
+    assert len(replicas_of("TargetReplica")) == 1
+    assert wait_for(lambda: not replicas_of("TargetReplica"), seconds=300)

@@ -19,7 +19,7 @@ from dspark.serving.config import FleetConfig, ServeConfig
 from dspark.serving.metrics import ENDINGS
 from dspark.serving.scheduler_actor import connect_scheduler, scheduler_name
 from dspark.speculation.fleet import FREE, ReplicaReport
-from local_cluster import start_local_cluster
+from local_cluster import replicas_of, start_local_cluster
 from tiny_drafter import make_tiny_drafter
 from tiny_serving import MODEL, completion, serve_config
 from tiny_target import make_tiny_target
@@ -243,9 +243,8 @@ def test_a_dead_replica_ends_its_streams_with_an_error_and_is_replaced(url: str,
     text = ask(client, "hello").choices[0].message.content
     stream = iter(ask(client, "hello", stream=True, max_tokens=LONG))
     next(stream)
-    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    (name,) = [name for name in names if "TargetReplica" in name]
-    ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
+    (replica,) = replicas_of("TargetReplica").values()
+    ray.kill(replica, no_restart=False)
     with pytest.raises(openai.APIError, match="try again"):
         list(stream)
 
