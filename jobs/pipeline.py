@@ -179,7 +179,6 @@ def summarize(target: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]
         "identical_to_generate": results["evaluate"]["generate_comparison"],
         "expected_accepted_length_heldout": trained["validation"].get("expected_accepted_length"),
         "calibration_error": results["calibrate"]["mean_ece"],
-        "verify_length": results["profile_engine"]["verify_length"],
         "load": results["benchmark"]["load"],
         "served": {key: served[key] for key in ("accepted_length_served", "tokens_per_s")},
         "stages": {name: {key: result[key] for key in ("seconds", "tokens_per_s")} for name, result in results.items()},
@@ -199,7 +198,6 @@ def format_summary(summary: dict[str, Any]) -> str:
             *_length_lines(summary["accepted_length"]),
             *_calibration_lines(summary["calibration_error"]),
             *_load_lines(summary["load"]),
-            *_budget_lines(summary["verify_length"]),
             *_stage_lines(summary["stages"]),
         ]
     )
@@ -227,19 +225,13 @@ def _calibration_lines(errors: dict[str, dict[str, float | None]]) -> Iterator[s
 
 
 def _load_lines(load: dict[str, dict[str, dict[str, float]]]) -> Iterator[str]:
-    names = ("plain", "speculative", "ratio")
-    yield f"\n{'tokens/s':<20}" + "".join(f"{name:>12}" for name in names)
+    """verified: the verify budget, draft tokens a step of one request."""
+    columns = {"plain": "plain", "speculative": "speculative", "ratio": "ratio", "verified": "verify_length"}
+    yield f"\n{'tokens/s':<20}" + "".join(f"{name:>12}" for name in columns)
     for mode, by_concurrency in load.items():
         for concurrency, figures in by_concurrency.items():
             label = f"{mode}, {concurrency} at once"
-            yield f"  {label:<18}" + "".join(_cell(figures[name], "{:.2f}") for name in names)
-
-
-def _budget_lines(lengths: dict[str, float]) -> Iterator[str]:
-    if lengths:
-        yield f"\n{'verify budget':<20}{'draft tokens a request':>12}"
-    for requests, length in lengths.items():
-        yield f"  {requests + ' at once':<18}" + _cell(length)
+            yield f"  {label:<18}" + "".join(_cell(figures[key]) for key in columns.values())
 
 
 def _stage_lines(stages: dict[str, dict[str, float]]) -> Iterator[str]:
