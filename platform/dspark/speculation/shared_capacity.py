@@ -40,7 +40,7 @@ def choose_within(value: Floats, usage: Floats, capacity: float) -> tuple[Indice
 
 def _fronts(value: Floats, usage: Floats) -> tuple[Indices, Floats, Floats]:
     """Every taker's front: its options [N, P] int64, their values and usages [N, P], padded with worthless ones."""
-    order = np.lexsort((-value, usage), axis=1)
+    order = np.argsort(usage, axis=1)  # of equal usage in any order: a price takes the better one
     value, usage = np.take_along_axis(value, order, axis=1), np.take_along_axis(usage, order, axis=1)
     best_before = np.maximum.accumulate(value, axis=1)
     is_better = np.ones(value.shape, dtype=np.bool_)
@@ -70,7 +70,7 @@ def _by_price(value: Floats, usage: Floats, capacity: float) -> tuple[Indices, f
         return at(0.0), 0.0
     low, high = 0.0, _highest_price(value, usage)
     if not fits(at(high)):
-        return np.zeros(len(value), dtype=np.int64), math.inf
+        return at(high), math.inf
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(at(middle)) else (middle, high)

@@ -55,6 +55,15 @@ def test_of_equal_options_the_thriftier_is_taken() -> None:
     assert chosen.tolist() == [1]
 
 
+@pytest.mark.parametrize("capacity", [0.0, 2.0, 10.0])
+@pytest.mark.parametrize("value", [[1.0, 4.0, 2.0], [4.0, 2.0, 1.0], [1.0, 2.0, 4.0]])
+def test_of_equally_thrifty_options_the_better_is_taken_however_little_there_is(
+    value: list[float], capacity: float
+) -> None:
+    chosen, _ = choose_within(np.array([value]), np.array([[2.0, 2.0, 2.0]]), capacity)
+    assert value[chosen[0]] == 4.0
+
+
 def test_too_little_for_anybody_leaves_the_thriftiest() -> None:
     chosen, price = choose_within(np.array([[5.0, 1.0], [5.0, 1.0]]), np.array([[3.0, 2.0], [1.0, 0.5]]), 1.0)
     assert chosen.tolist() == [1, 1]
