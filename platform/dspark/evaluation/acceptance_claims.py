@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from dspark.evaluation.confidence import RoundTable
-from dspark.evaluation.evidence import Estimate, Floats, Part, bootstrap, ratio
+from dspark.evaluation.evidence import Estimate, Floats, Part, bootstrap, noise_free_share, ratio
 from dspark.evaluation.findings import (
     MAIN,
     Findings,
     NotMeasured,
-    calibration_error,
     conditional_acceptance,
     reliability_sums,
+    squared_calibration_error,
     tau,
     threshold_sums,
 )
@@ -26,6 +26,7 @@ from dspark.speculation.calibration_fit import fit_sts
 
 FLAT = 0.05  # change of conditional acceptance behind the first slot that still is flat
 KEPT, VERIFIED = 0.95, 0.75  # shares of tau kept and of tokens verified under a threshold
+HALF = 0.5  # of the calibration error, left by scaling
 THRESHOLDS = tuple(round(0.1 * n, 1) for n in range(10))
 NEAR_TIE = {"float32": 1e-3}  # gap of two logits within a dtype's rounding
 COARSE_TIE = 0.25  # of the others
@@ -141,14 +142,16 @@ def fitted_sts(findings: Findings) -> tuple[SlotScales, list[Mapping[str, Any]]]
 
 
 def sts(findings: Findings) -> list[Part]:
+    """In squares, from which the noise of few rounds can be taken off, as it cannot from ECE's absolute values: what
+    a perfect predictor shows of these alone may be more than half of what there was."""
     scales, test = fitted_sts(findings)
 
-    def remaining(s: Floats) -> Floats:
-        errors = calibration_error(s)  # [S, K, 2]
-        return ratio(np.nanmean(errors[..., 1], axis=-1), np.nanmean(errors[..., 0], axis=-1))
+    def after_and_before(s: Floats) -> Floats:
+        return np.asarray(np.nanmean(squared_calibration_error(s), axis=1)[:, ::-1])  # [S, K, 2] to [S, 2]
 
-    estimate = bootstrap(reliability_sums(test, scales), remaining)
-    return [Part("ECE after STS over before, mean of slots", estimate, 0.5, is_above=False)]
+    bound = HALF**2
+    estimate = noise_free_share(reliability_sums(test, scales), after_and_before, bound=bound)
+    return [Part("squared calibration error after STS over before, mean of slots", estimate, bound, is_above=False)]
 
 
 def lossless(findings: Findings) -> list[Part]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dspark.evaluation import acceptance_claims, speed_claims
 from dspark.evaluation.evidence import Part, Verdict, combined
-from dspark.evaluation.findings import MAIN, Findings, NotMeasured
+from dspark.evaluation.findings import Findings, NotMeasured
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Criterion:
             parts = tuple(self.parts(findings))
         except NotMeasured as lacking:
             return Claim(*told, "not shown", f"not measured: {lacking}", "none")
-        return Claim(*told, combined(parts), reason_of(parts), samples_of(findings, self.rests_on), parts)
+        return Claim(*told, combined(parts), reason_of(parts), samples_of(findings, self.rests_on, parts), parts)
 
 
 def judge_all(findings: Findings) -> list[Claim]:
@@ -70,24 +70,23 @@ def reason_of(parts: Sequence[Part]) -> str:
     where = f"{value.value:.3g} ({value.low:.3g} to {value.high:.3g})"
     if wanted == "does not":
         return f"{part.label}: {where} is {'below' if part.is_above else 'above'} {part.bound:g}"
-    return f"{part.label}: {where} does not tell it from {part.bound:g}" + (
-        ", or seeds disagree" if value.by_seed else ""
-    )
+    return f"{part.label}: {where} does not tell it from {part.bound:g}"
 
 
-def samples_of(findings: Findings, rests_on: str) -> str:
-    """How much there is, in words."""
-    if rests_on == "rows":
-        prompts = {row["id"] for by in findings.rows.values() for row in by.get(MAIN, ())}
-        return f"{len(prompts)} prompts, {len(findings.rows)} seed{'s' * (len(findings.rows) > 1)} of training"
+def samples_of(findings: Findings, rests_on: str, parts: Sequence[Part]) -> str:
+    """How much the comparisons rest on, in words: of several the least."""
+    if rests_on in ("rows", "budget"):
+        prompts, seeds = (
+            min(sizes) for sizes in zip(*(part.estimate.rests_on or (0, 0) for part in parts), strict=True)
+        )
+        told = f"{prompts} prompts, {seeds} seed{'s' * (seeds > 1)} of training"
+        return told if rests_on == "rows" else f"{told}, domains in one batch"
     if rests_on == "calibration":
         return f"{len(findings.fit_ids)} prompts fitted on, {len(findings.test_ids)} tested on"
     if rests_on == "contest":
         return f"{len({row['repeat'] for row in findings.contest})} repeats of each load"
     if rests_on == "round_times":
         return f"{(findings.round_times or {}).get('repeats', 0)} timed sweeps"
-    if rests_on == "budget":
-        return f"{len(findings.budget)} prompts in one batch"
     return f"{((findings.lossless or {}).get('generate_comparison') or {}).get('checked', 0)} answers compared"
 
 

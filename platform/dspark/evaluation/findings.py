@@ -24,6 +24,7 @@ Row = Mapping[str, Any]
 
 MAIN = "dspark"  # the name of the drafter that the others stand beside
 DOMAIN_ORDER = ("math", "code", "chat")
+DONE = 0.9  # share of the prompts that an evaluation has to have answered to stand beside the others'; a few may fail
 
 
 class NotMeasured(Exception):
@@ -89,10 +90,14 @@ class Findings:
     def sums(self, names: Sequence[str], *, domain: str | None = None) -> Floats:
         """[M, N, D, 2 + 2K] over the prompts that all these drafters answered under every seed.
 
+        A seed whose evaluation is not done yet is left out: its few prompts would be all that is left of the others.
         Raises: NotMeasured when there is no such prompt.
         """
-        complete = [seed for seed, by in self.rows.items() if all(by.get(name) for name in names)]
-        tables = [[self._table(seed, name, domain) for name in names] for seed in complete]
+        trained = [seed for seed, by in self.rows.items() if all(by.get(name) for name in names)]
+        every = [[self._table(seed, name, domain) for name in names] for seed in trained]
+        answered = [set.intersection(*map(set, of_seed)) for of_seed in every]
+        most = max(map(len, answered), default=0)
+        tables = [one for one, ids in zip(every, answered, strict=True) if len(ids) >= DONE * most]
         shared = set.intersection(*(set(table) for one in tables for table in one)) if tables else set()
         if not shared:
             raise NotMeasured(f"no prompt that {', '.join(names)} answered" + (f" in {domain}" if domain else ""))
@@ -196,6 +201,12 @@ def reliability_sums(rows: Sequence[Row], scales: SlotScales, num_bins: int = NU
 def calibration_error(sums: Floats) -> Floats:
     """ECE. sums: [..., B, 2]."""
     return ratio(np.abs(sums[..., 0]).sum(axis=-1), sums[..., 1].sum(axis=-1))
+
+
+def squared_calibration_error(sums: Floats) -> Floats:
+    """Mean over rounds of their bin's squared gap between predicted and accepted. sums: [..., B, 2]."""
+    gaps = np.nansum(ratio(sums[..., 0] ** 2, sums[..., 1]), axis=-1)
+    return ratio(gaps, sums[..., 1].sum(axis=-1))
 
 
 def budget_sums(rows: Sequence[Row], domains: Sequence[str]) -> Floats:

@@ -21,9 +21,9 @@ REPORT, SUMMARY, TABLE, FIGURES = "report.html", "summary.json", "claims.md", "f
 MARKS = {"holds": "holds", "does not": "does NOT hold", "not shown": "not shown"}
 HOW = (
     "Intervals are 95 %: prompts are drawn again with replacement, for all drafters the same ones, and so are seeds of "
-    "training where there are several; then a claim about order needs every seed on its side. With one seed the chance "
-    "of training is not in the interval. Repeats under load: Student's t on ratios within a repeat. A claim holds, or "
-    "does not, only where the whole interval lies on one side; everything else is not shown."
+    "training where there are several; then it also spans Student's t interval of the seeds' own values. With one seed "
+    "the chance of training is not in the interval. Repeats under load: Student's t on ratios within a repeat. A claim "
+    "holds, or does not, only where the whole interval lies on one side; everything else is not shown."
 )
 
 FIGURE_MAKERS: tuple[Callable[[Findings, PublishedTarget], PaperFigure], ...] = (

@@ -8,7 +8,7 @@ import pytest
 from dspark.evaluation.acceptance_claims import lossless
 from dspark.evaluation.claims import CRITERIA, Claim, judge_all
 from dspark.evaluation.findings import Findings, NotMeasured, budget_sums, threshold_sums
-from synthetic_findings import KINDS, make_budget, make_findings, make_lossless, make_round
+from synthetic_findings import KINDS, SLOTS, make_budget, make_findings, make_lossless, make_round, make_rows
 
 NAMES = [criterion.name for criterion in CRITERIA]
 
@@ -67,7 +67,34 @@ def test_with_several_seeds_each_ones_value_is_told():
     claim = judge("depth", make_findings(seeds=3))
     (part,) = claim.parts
     assert len(part.estimate.by_seed) == 3
-    assert "3 seeds" in claim.samples
+    assert claim.samples == "36 prompts, 3 seeds of training"
+    assert judge("threshold", make_findings(seeds=3)).samples == "36 prompts, 1 seed of training"  # of the first one
+    assert judge("threshold pays", make_findings(seeds=3)).samples == "18 prompts, 1 seed of training"  # half judge
+
+
+def test_a_seed_that_is_not_evaluated_yet_takes_nothing_from_the_others():
+    several = make_findings(seeds=3)
+    begun = {**several.rows[1], "eagle3": several.rows[1]["eagle3"][:4]}
+    claim = judge("slot 1", replace(several, rows={**several.rows, 1: begun}))
+    assert claim.samples == "36 prompts, 2 seeds of training"
+
+
+def test_runs_under_load_that_stopped_anywhere_are_compared_within_repeats(whole):
+    for stop in range(len(whole.contest)):
+        for name in ("frontier", "static under load", "budget by load"):
+            claim = judge(name, replace(whole, contest=whole.contest[:stop]))
+            assert claim.verdict in ("holds", "not shown"), (stop, name, claim.reason)
+
+
+def test_scales_that_are_right_are_never_said_to_leave_half_of_the_error(whole):
+    """With few rounds most of what is left is noise, which absolute errors cannot tell from an error."""
+    verdicts = []
+    for seed in range(8):
+        few = make_rows((0.8, 0.8), SLOTS, seed=seed, prompts=24, sharpness=1.3, spread=(0.3, 2.0))
+        ids = [row["id"] for row in few]
+        halves = {"fit_ids": frozenset(ids[::2]), "test_ids": frozenset(ids[1::2])}
+        verdicts.append(judge("STS", replace(whole, calibration=few, **halves)).verdict)
+    assert verdicts.count("does not") == 0
 
 
 def test_drafters_are_compared_on_the_prompts_that_all_answered(whole):
