@@ -16,6 +16,7 @@ from dspark.drafters.checkpoint import from_deepspec
 from dspark.errors import Mismatch, MissingInput
 from dspark.evaluation.confidence import mode_of, split_halves
 from dspark.evaluation.config import EvaluateConfig
+from dspark.evaluation.contest import whole_groups
 from dspark.evaluation.findings import Findings, Kind
 from dspark.evaluation.paper_config import PaperConfig
 from dspark.evaluation.paper_report import REPORT, SUMMARY, TABLE, write_report
@@ -67,7 +68,7 @@ def collect(config: PaperConfig) -> Findings:
         calibration=calibration,
         fit_ids=fit,
         test_ids=test,
-        contest=_json(config, CONTEST).get("runs", []),
+        contest=_contest(config),
         budget=[] if config.budget is None else done_rows(config.budget_config()),
         round_times=_json(config, ROUND_TIMES).get("times"),
         lossless=None if config.lossless is None else _json(config, f"lossless/{evaluate.METRICS}"),
@@ -116,6 +117,13 @@ def _calibration(config: PaperConfig) -> tuple[frozenset[str], frozenset[str], l
     fit, test = split_halves(plan.prompts, seed=calibration.seed)
     rows = [row for row in plan.done if mode_of(row) == "sampled" and row["error"] is None]
     return frozenset(fit), frozenset(test), rows
+
+
+def _contest(config: PaperConfig) -> list[dict[str, Any]]:
+    """Runs of settings in which every entrant was run: of a contest that was stopped early, what can be compared."""
+    return (
+        [] if config.contest is None else whole_groups(_json(config, CONTEST).get("runs", []), config.contest_config())
+    )
 
 
 def _json(config: PaperConfig, name: str) -> dict[str, Any]:

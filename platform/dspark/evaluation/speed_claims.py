@@ -22,6 +22,7 @@ from dspark.evaluation.findings import Findings, NotMeasured, budget_sums
 
 SMALL_SHARE = 0.02  # of a round, for the sequential loop
 FLAT_GROWTH, LINEAR_GROWTH = 0.1, 0.7  # of drafting time with the block: 0 is flat, 1 is in proportion
+Repeat = tuple[str, int]  # mode, number
 ADAPTIVE, MTP = "dspark adaptive", "mtp-{}"  # names of the contest's entrants
 
 
@@ -60,12 +61,26 @@ def drafting_growth(findings: Findings) -> list[Part]:
     ]
 
 
-def speeds(findings: Findings, entrant: str, concurrency: int, figure: str = "tokens_per_s") -> list[float]:
-    """By repeat. Raises: NotMeasured without a run."""
+def speeds(findings: Findings, entrant: str, concurrency: int, figure: str = "tokens_per_s") -> dict[Repeat, float]:
+    """By mode and repeat. Raises: NotMeasured without a run."""
     rows = [row for row in findings.contest if (row["entrant"], row["concurrency"]) == (entrant, concurrency)]
     if not rows:
         raise NotMeasured(f"no run of {entrant}" + (f" at {concurrency} at once" if concurrency else ""))
-    return [row[figure] for row in sorted(rows, key=lambda row: int(row["repeat"]))]
+    return {(str(row["mode"]), int(row["repeat"])): row[figure] for row in rows}
+
+
+def user_speeds(findings: Findings, entrant: str, concurrency: int) -> dict[Repeat, float]:
+    """As `speeds`, of one request: the mean of tokens per second from its sending to its end."""
+    found: dict[Repeat, Any] = speeds(findings, entrant, concurrency, "user_tokens_per_s")
+    return {repeat: spread["mean"] for repeat, spread in found.items()}
+
+
+def paired(first: Mapping[Repeat, float], second: Mapping[Repeat, float]) -> tuple[list[float], list[float]]:
+    """Of the repeats that both have. Raises: NotMeasured without one, as of runs that were stopped early."""
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
+        raise NotMeasured("no repeat in which both were run")
+    return [first[one] for one in shared], [second[one] for one in shared]
 
 
 def loads(findings: Findings) -> list[int]:
@@ -82,7 +97,7 @@ def dominance(findings: Findings) -> list[Part]:
     return [
         Part(
             f"tokens/s, adaptive over MTP-1, {load} at once",
-            paired_ratio(speeds(findings, ADAPTIVE, load), speeds(findings, name, load)),
+            paired_ratio(*paired(speeds(findings, ADAPTIVE, load), speeds(findings, name, load))),
             1.0,
         )
         for load in loads(findings)
@@ -94,7 +109,7 @@ def static_under_load(findings: Findings) -> list[Part]:
     return [
         Part(
             f"tokens/s, MTP-{length} over MTP-1, {most} at once",
-            paired_ratio(speeds(findings, MTP.format(length), most), speeds(findings, MTP.format(1), most)),
+            paired_ratio(*paired(speeds(findings, MTP.format(length), most), speeds(findings, MTP.format(1), most))),
             1.0,
             is_above=False,
         )
@@ -104,9 +119,9 @@ def static_under_load(findings: Findings) -> list[Part]:
 
 def budget_by_load(findings: Findings) -> list[Part]:
     few, many = loads(findings)[0], loads(findings)[-1]
-    budgets = [np.array(speeds(findings, ADAPTIVE, load, "verify_length")) for load in (many, few)]
+    budgets = paired(*(speeds(findings, ADAPTIVE, load, "verify_length") for load in (many, few)))
     label = f"draft tokens verified a request, {many} at once minus {few}"
-    return [Part(label, mean_estimate(budgets[0] - budgets[1]), 0.0, is_above=False)]
+    return [Part(label, mean_estimate(np.subtract(*budgets)), 0.0, is_above=False)]
 
 
 def budget_by_domain(findings: Findings) -> list[Part]:

@@ -15,7 +15,7 @@ from dspark.evaluation.findings import Findings, NotMeasured, budget_sums
 from dspark.evaluation.html import DASH, decimal, percent
 from dspark.evaluation.panels import Line, Panel
 from dspark.evaluation.published import PublishedTarget
-from dspark.evaluation.speed_claims import ADAPTIVE, loads, speeds
+from dspark.evaluation.speed_claims import ADAPTIVE, Repeat, loads, speeds, user_speeds
 
 KINDS = {"dspark": "Markov", "dspark-rnn": "RNN", "dflash": "none (DFlash)", "eagle3": "EAGLE-3"}
 KIND_LOOKS = {"dspark": 0, "dspark-rnn": 3, "dflash": 1, "eagle3": 2}
@@ -70,8 +70,8 @@ def figure_7(findings: Findings, target: PublishedTarget) -> PaperFigure:
     counts, entrants = loads(findings), _entrants(findings)
     lines, table = [], []
     for look, name in enumerate(entrants):
-        rates = [mean_estimate(speeds(findings, name, load)) for load in counts]
-        users = [rate.value / load for rate, load in zip(rates, counts, strict=True)]
+        rates = [_mean(speeds(findings, name, load)) for load in counts]
+        users = [_mean(user_speeds(findings, name, load)).value for load in counts]
         notes = [str(load) for load in counts] if name == ADAPTIVE else ()
         lines.append(Line(name, users, [rate.value for rate in rates], look, notes=notes))
         cells = [f"{user:.1f} / {rate.value:.0f}" for user, rate in zip(users, rates, strict=True)]
@@ -104,11 +104,12 @@ def figure_8(findings: Findings, target: PublishedTarget) -> PaperFigure:
     counts, entrants = loads(findings), _entrants(findings)
     lines, table, numbers = [], [], {}
     for look, name in enumerate(entrants):
-        rates = [mean_estimate(speeds(findings, name, load)) for load in counts]
+        rates = [_mean(speeds(findings, name, load)) for load in counts]
         lines.append(Line(name, counts, [rate.value for rate in rates], look))
         numbers[name] = {str(load): rate.to_dict() for load, rate in zip(counts, rates, strict=True)}
         table.append([name, "tokens/s", *(shown(rate, 0) for rate in rates)])
-    budgets = [mean_estimate(1 + np.array(speeds(findings, ADAPTIVE, load, "verify_length"))) for load in counts]
+    lengths = [speeds(findings, ADAPTIVE, load, "verify_length") for load in counts]
+    budgets = [_mean({repeat: 1 + length for repeat, length in by.items()}) for by in lengths]
     table.append([ADAPTIVE, "tokens verified", *(shown(budget) for budget in budgets)])
     adaptive = _look(entrants, ADAPTIVE)
     here = [
@@ -162,6 +163,10 @@ def _budget_panel(findings: Findings) -> list[Panel]:
     values = [bootstrap(sums, lambda s, n=n: ratio(s[:, n, 0], s[:, n, 1])) for n in range(len(domains))]  # type: ignore[misc]
     line = estimated_line("one mixed batch", range(len(domains)), values, 3)
     return [Panel("here, one mixed batch", "", "tokens a request, with anchor", [line], kind="bars", ticks=domains)]
+
+
+def _mean(by_repeat: Mapping[Repeat, float]) -> Estimate:
+    return mean_estimate(list(by_repeat.values()))
 
 
 def _milliseconds(entry: Mapping[str, Any], names: Sequence[str]) -> Estimate:
