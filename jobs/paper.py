@@ -63,7 +63,9 @@ def run(config: PaperConfig, *, fresh: bool = False, dry_run: bool = False) -> d
     """
     pieces = list(plan_pieces(config))
     output = Path(config.output).resolve()
-    records = read_records(output / PIECES)
+    if fresh and not dry_run:
+        (output / PIECES).unlink(missing_ok=True)
+    records, cut_short = read_records(output / PIECES)
     if dry_run:
         return _print_plan(config, pieces, records)
     num_done = 0
@@ -71,9 +73,12 @@ def run(config: PaperConfig, *, fresh: bool = False, dry_run: bool = False) -> d
         left = projected_seconds(pieces[number:], records, config.rates)
         log.info("piece %d of %d: %s; %s to go in all", number + 1, len(pieces), piece.name, in_words(left))
         started = time.monotonic()
+        if piece.name not in {record["name"] for record in records}:
+            _append(output / PIECES, {"name": piece.name, "is_begun": True})
         result = _do(piece, fresh=fresh and is_below(piece.output, output))
         seconds = round(time.monotonic() - started, 1)
-        record = {"name": piece.name, "kind": piece.kind, "units": piece.units, "seconds": seconds}
+        units = None if piece.name in cut_short else piece.units  # the rest of a piece tells nothing of its pace
+        record = {"name": piece.name, "kind": piece.kind, "units": units, "seconds": seconds}
         if result.get("skipped"):
             if piece.name in {earlier["name"] for earlier in records}:
                 continue
@@ -193,9 +198,11 @@ def time_rounds(config: PaperConfig, *, fresh: bool = False) -> dict[str, Any]:
     return {"variants": len(times["variants"])}
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """What pieces took, of this start and earlier ones."""
-    return evaluate.read_rows(path)
+def read_records(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
+    """What pieces took that were ended, in this start and earlier ones, and the names of those that were only begun."""
+    rows = evaluate.read_rows(path)
+    ended = [row for row in rows if not row.get("is_begun")]
+    return ended, {row["name"] for row in rows} - {row["name"] for row in ended}
 
 
 def is_below(folder: str, parent: Path) -> bool:

@@ -84,7 +84,8 @@ def result(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def records(content: dict[str, Any]) -> list[str]:
-    return [row["name"] for row in paper.read_records(Path(content["output"]) / paper.PIECES)]
+    ended, _ = paper.read_records(Path(content["output"]) / paper.PIECES)
+    return [row["name"] for row in ended]
 
 
 def numbers(content: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +145,9 @@ def test_a_set_that_was_killed_between_pieces_goes_on_with_the_same_results(cont
     assert run(killed)["done"] == 2
     assert measured.read_bytes() == before  # what was measured before the kill was not measured again
     assert len(records(killed)) == len(set(records(killed))) == 4
+    ended, cut_short = paper.read_records(Path(killed["output"]) / paper.PIECES)
+    assert not cut_short
+    assert [row["units"] for row in ended if row["name"] == "adopt eagle3"] == [None]  # a part of it was done before
     assert numbers(killed) == numbers(content)
 
 
