@@ -5,13 +5,17 @@
         [--tokens 128] [--beside] [--minimum 12 --owed 4]
 
 Each rule has target replicas of its own, as Ray Serve makes them of the deployment file, and a draft replica that they
-share; --beside: none, each replica drafts for itself. Only one rule's are asked at a time, in turns. "local": every
-replica decides alone; "fleet": by the fleet scheduler's leases. Every replica is asked by as many clients as its place
-in --concurrency says, each of which asks on as soon as it has its answer; only whole seconds after the first two count.
+share, for which the drafter needs a cost curve of this machine and --threads; --beside: none, each replica drafts for
+itself. Only one rule's are asked at a time, in turns. "local": every replica decides alone; "fleet": by the fleet
+scheduler's leases. Every replica is asked by as many clients as its place in --concurrency says, each of which asks on
+as soon as it has its answer; only whole seconds after the first two count, for the replicas' own counters too.
 
---minimum: tokens per second owed to the users of the first --owed clients of each replica, in the mean over them; told
-is in how many seconds they had them. The last line of stdout is one JSON object, each rule's figures in it as
-`simulated_fleet.py --measured` takes them.
+drafters_busy, waited: how far the draft replica is saturated, see `speculation_figures`. drift: measured over predicted
+seconds of the target's part of a step, in the first half of those seconds.
+
+--minimum: tokens per second owed to each user of the first --owed clients of each replica; told is in what share of the
+one-second windows they had them, in the mean over a replica's owed users, each for himself, and the worst of them.
+The last line of stdout is one JSON object, which `simulated_fleet.py --measured` takes.
 """
 
 import argparse
@@ -23,22 +27,35 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 import yaml
 from ray import serve
 
 from dspark.config import build_config
 from dspark.data.prompts import PromptSource, read_prompts
+from dspark.engine.drafter_folder import COST_CURVE
 from dspark.serving.app import draft_deployment, target_deployment
 from dspark.serving.config import ServeConfig
 from dspark.serving.engine_client import Delta
 from dspark.serving.openai_schema import ChatRequest
+from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
 from dspark.storage import absolute
+from fleet_figures import (
+    PREFIX,
+    Period,
+    Seen,
+    Snapshot,
+    drift_of,
+    minimum_figures,
+    periods,
+    speculation_figures,
+    speed_figures,
+)
 from served import print_table
 
 LOGICAL_CPUS = 16  # bookkeeping only
@@ -47,38 +64,55 @@ OWED = -1
 LOCAL, FLEET = "local", "fleet"
 
 
-@dataclass
-class Seen:
-    """Tokens of one replica's users in each second since the start, all and the owed ones'."""
-
-    all: Counter[int] = field(default_factory=Counter)
-    owed: Counter[int] = field(default_factory=Counter)
-
-
 class Fleet:
     """The replicas of one rule. handles: one per target replica, each an application of its own."""
 
     def __init__(self, rule: str, options: argparse.Namespace) -> None:
         config = config_of(rule, options)
-        drafts = None
+        self.drafts = None
+        self.curve = None
         if config.draft_replicas is not None:
+            self.curve = curve_of(config)
             bound = draft_deployment(config.draft_replicas).bind(config)
-            drafts = serve.run(bound, name=f"{rule}-drafts", route_prefix=None)
+            self.drafts = serve.run(bound, name=f"{rule}-drafts", route_prefix=None)
         self.model = config.model_name
         self.handles = [
-            serve.run(target_deployment(config).bind(config, drafts), name=f"{rule}-{place}", route_prefix=None)
+            serve.run(target_deployment(config).bind(config, self.drafts), name=f"{rule}-{place}", route_prefix=None)
             for place in range(len(options.concurrency))
         ]
 
-    async def counters(self) -> Counter[str]:
-        """What the replicas have counted so far, together."""
-        found: Counter[str] = Counter()
-        for handle in self.handles:
-            for family in await handle.metrics.remote():
-                for sample in family.samples:
-                    if sample.name.startswith("dspark_"):
-                        found[sample.name] += sample.value
-        return found
+    async def snapshot(self) -> Snapshot:
+        """What all replicas have counted so far."""
+        families = await asyncio.gather(*(handle.metrics.remote() for handle in self.handles))
+        told = [] if self.drafts is None else await asyncio.to_thread(self._of_drafts)
+        drafts: Counter[str] = Counter()
+        for one in told:
+            drafts.update(one)
+        return Snapshot(time.monotonic(), tuple(counters(own) for own in families), drafts, len(told))
+
+    def _of_drafts(self) -> list[dict[str, float]]:
+        """Of each draft replica; waits."""
+        assert self.drafts is not None
+        return list(self.drafts.broadcast("figures").results())
+
+
+def counters(families: Sequence[Any]) -> dict[str, float]:
+    """A replica's samples by their name without "dspark_"."""
+    found: Counter[str] = Counter()
+    for family in families:
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                found[sample.name.removeprefix(PREFIX)] += sample.value
+    return found
+
+
+def curve_of(config: ServeConfig) -> CostCurve:
+    """The curve that target replicas go by where a draft replica drafts. Raises: MissingInput if there is none."""
+    target, device = config.target, config.target.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = hardware_fingerprint(device, target.dtype, config.threads, target.name)
+    return CostCurve.load(Path(str(config.drafter)) / COST_CURVE, wanted)
 
 
 def config_of(rule: str, options: argparse.Namespace) -> ServeConfig:
@@ -95,50 +129,51 @@ def config_of(rule: str, options: argparse.Namespace) -> ServeConfig:
 
 async def measured(fleet: Fleet, prompts: Sequence[Any], options: argparse.Namespace) -> dict[str, Any]:
     """All clients of all replicas for so many seconds."""
-    before, number = await fleet.counters(), count()
-    seen, started = [Seen() for _ in fleet.handles], time.monotonic()
+    number, started = count(), time.monotonic()
+    seen = [
+        Seen(owed=[Counter() for _ in range(min(options.owed, clients))] if options.minimum else [])
+        for clients in options.concurrency
+    ]
     stop = started + WARM_S + options.seconds
 
-    async def ask_on(handle: Any, own: Seen, is_owed: bool) -> None:
+    async def ask_on(handle: Any, own: Seen, place: int) -> None:
         stream = handle.options(stream=True).generate
+        counted = [own.all, *own.owed[place : place + 1]]
         while time.monotonic() < stop:
             request = ChatRequest(
                 model=fleet.model,
                 messages=prompts[next(number) % len(prompts)],
                 max_tokens=options.tokens,
                 temperature=0.0,
-                priority=OWED if is_owed else 0,
+                priority=OWED if place < options.owed else 0,
             )
             async for delta in stream.remote(uuid.uuid4().hex, request):
                 if not isinstance(delta, Delta):
                     raise SystemExit(f"a request was refused: {delta}")
-                second = int(time.monotonic() - started)
-                own.all[second] += len(delta.token_ids)
-                own.owed[second] += len(delta.token_ids) * is_owed
+                for tokens in counted:
+                    tokens[int(time.monotonic() - started)] += len(delta.token_ids)
 
+    async def snapshot_at(seconds: float) -> Snapshot:
+        await asyncio.sleep(started + seconds - time.monotonic())
+        return await fleet.snapshot()
+
+    snapshots = [asyncio.create_task(snapshot_at(WARM_S + part * options.seconds)) for part in (0.0, 0.5, 1.0)]
     places = zip(fleet.handles, seen, options.concurrency, strict=True)
-    await asyncio.gather(
-        *(ask_on(handle, own, n < options.owed) for handle, own, clients in places for n in range(clients))
-    )
-    return figures(seen, await fleet.counters() - before, options)
+    await asyncio.gather(*(ask_on(handle, own, n) for handle, own, clients in places for n in range(clients)))
+    return figures(seen, await asyncio.gather(*snapshots), fleet.curve, options)
 
 
-def figures(seen: Sequence[Seen], counted: Counter[str], options: argparse.Namespace) -> dict[str, Any]:
+def figures(
+    seen: Sequence[Seen], snapshots: Sequence[Snapshot], curve: CostCurve | None, options: argparse.Namespace
+) -> dict[str, Any]:
+    """A round's. snapshots: at the begin, in the middle and at the end of what counts."""
     seconds = range(WARM_S, WARM_S + options.seconds)
-    each = [statistics.fmean(own.all[second] for second in seconds) for own in seen]
-    row: dict[str, Any] = {
-        "tokens_per_s": sum(each),
-        "of_each": each,
-        "verify_length": counted["dspark_verified_tokens_total"] / max(1, counted["dspark_decodes_total"]),
-        "drafted": counted["dspark_drafted_decodes_total"] / max(1, counted["dspark_decodes_total"]),
-        "accepted": counted["dspark_accepted_tokens_total"] / max(1, counted["dspark_verified_tokens_total"]),
-        "drift": counted["dspark_measured_step_seconds_total"]
-        / max(1e-9, counted["dspark_predicted_step_seconds_total"]),
-    }
+    together, each = speed_figures(seen, seconds)
+    row: dict[str, Any] = {"tokens_per_s": together, "of_each": each}
+    row |= speculation_figures(Period(snapshots[0], snapshots[-1]))
+    row["drift"] = drift_of(periods(snapshots)[0], curve)
     if options.minimum:
-        users = [min(options.owed, clients) for clients in options.concurrency]
-        kept = [own.owed[s] >= options.minimum * n for own, n in zip(seen, users, strict=True) for s in seconds]
-        row["minimum_kept"] = sum(kept) / len(kept)
+        row |= minimum_figures(seen, seconds, options.minimum)
     return row
 
 
@@ -193,7 +228,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--minimum", type=float)
     parser.add_argument("--owed", type=int, default=0)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if bool(options.minimum) != bool(options.owed):
+        parser.error("--minimum and --owed go together: so many tokens per second, to so many clients of each replica")
+    return options
 
 
 if __name__ == "__main__":
