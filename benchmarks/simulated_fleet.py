@@ -3,14 +3,16 @@
     python benchmarks/simulated_fleet.py [--curve runs/demo/drafter/cost_curve.json]
         [--rounds runs/demo/evaluation/rollouts.jsonl --calibration runs/demo/drafter/calibration.json]
         [--concurrency 2 32] [--copies 32] [--draft-replicas 4] [--loads 1 2 4 8 16 32 64] [--output simulated_fleet]
-        [--minimum 40 --owed 4] [--drift 1.1] [--measured measured.json --policy fleet]
+        [--minimum 40 --owed 4] [--drift 1.1] [--threads 1] [--measured measured.json --policy fleet]
 
 --concurrency lists the requests at once of each replica, --copies repeats the list. Without --curve and --rounds both
 are modelled, of a processor that is flat up to some tens of tokens. Copying (engine.lookup) is not simulated.
 --minimum: tokens per second owed to the users of the first --owed places of every replica.
---measured: JSON with what the same fleet really did, tokens_per_s and verify_length; only --policy is run then and the
-ratios of predicted to measured are printed. --drift is what the real steps took over what the curve predicts
-(dspark_measured_step_seconds_total / dspark_predicted_step_seconds_total).
+--measured: what shared_drafters.py printed in its last line, or one rule's figures, tokens_per_s and verify_length;
+only --policy is run then and the ratios of predicted to measured are printed. --drift is what the target's part of
+real steps took over what the curve predicts. Without it the drift is that of the other rule of --measured: one taken
+from the very runs that are to be predicted would be fitted to them. Waiting for a drafter is in no drift, since the
+simulated drafters have a queue of their own.
 The last line of stdout is one JSON object; plots go to OUTPUT.html.
 """
 
@@ -37,7 +39,7 @@ from dspark.evaluation.fleet_simulator import FleetSetup
 from dspark.evaluation.html import write_page
 from dspark.evaluation.simulated_rounds import RoundPool, modelled_rounds, read_rollouts, recorded_rounds
 from dspark.speculation.calibration import Calibration
-from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
 
 OWED_TIER = -1
 MODELLED = CostCurve(
@@ -53,11 +55,12 @@ def main() -> None:
     every = policies(pool.block_size, min_gain=options.min_gain)
     if options.measured:
         (policy,) = [one for one in every if one.name == options.policy]
-        row = simulate(setup, policy, pool, **run)
-        measured = json.loads(Path(options.measured).read_text(encoding="utf-8"))
+        measured, drift = measured_by(json.loads(Path(options.measured).read_text(encoding="utf-8")), options)
+        row = simulate(replace(setup, drift=drift), policy, pool, **run)
         ratios = beside_measured(row, measured)
+        print(f"drift {drift:.3f}")
         print("\n".join(f"{name}: predicted / measured {ratio:.3f}" for name, ratio in ratios.items()))
-        print(json.dumps({"predicted": row, "measured": measured, "ratios": ratios}))
+        print(json.dumps({"predicted": row, "measured": measured, "drift": drift, "ratios": ratios}))
         return
     rows = compare(setup, every, pool, **run)
     widths = [max(map(len, column)) for column in zip(COLUMNS, *shown(rows), strict=True)]
@@ -70,8 +73,25 @@ def main() -> None:
     print(json.dumps({"fleet": rows, "sweep": swept}))
 
 
+def measured_by(content: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], float]:
+    """The figures of --policy, and the drift to predict them with."""
+    rows = {row["rule"]: row for row in content.get("rows", [])}
+    measured = rows.pop(options.policy, None) if rows else content
+    if measured is None:
+        raise SystemExit(f"{options.measured} has no runs of {options.policy}, only of {', '.join(rows)}")
+    others = [row["drift"] for row in rows.values()]
+    if options.drift is None and len(others) != 1:
+        raise SystemExit(f"{options.measured} has no other rule's runs whose drift could be taken; give --drift")
+    return measured, others[0] if options.drift is None else options.drift
+
+
 def _setup(options: argparse.Namespace) -> FleetSetup:
-    curve = CostCurve.load(options.curve) if options.curve else MODELLED
+    curve = MODELLED
+    if options.curve:
+        wanted = (
+            hardware_fingerprint("cpu", options.dtype, options.threads, options.target) if options.threads else None
+        )
+        curve = CostCurve.load(options.curve, wanted)
     concurrency = tuple(options.concurrency * options.copies)
     owed = [[OWED_TIER] * min(options.owed, load) + [0] * max(load - options.owed, 0) for load in concurrency]
     return FleetSetup(
@@ -82,7 +102,7 @@ def _setup(options: argparse.Namespace) -> FleetSetup:
         supply=shared_drafters(curve, options.draft_replicas),
         num_drafters=max(1, options.draft_replicas),
         call_s=options.call_ms / 1000,
-        drift=options.drift,
+        drift=1.0 if options.drift is None else options.drift,
         prompt_tokens=options.prompt_tokens,
     )
 
@@ -101,6 +121,9 @@ def _pool(options: argparse.Namespace) -> RoundPool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--curve", help="cost_curve.json of one machine")
+    parser.add_argument("--threads", type=int, help="which of a file's curves: this machine's with so many threads")
+    parser.add_argument("--target", default="bundled:smollm2-135m-instruct", help="the same")
+    parser.add_argument("--dtype", default="bfloat16", help="the same")
     parser.add_argument("--rounds", help="rollouts.jsonl of jobs/evaluate.py")
     parser.add_argument("--calibration", help="calibration.json of the drafter that the rounds are of")
     parser.add_argument("--mode", default="greedy", help="of the rollouts")
@@ -111,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--call-ms", type=float, default=0.0, help="of a call to a shared drafter, on its way")
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--output-tokens", type=int, default=128, help="of an answer, at most")
-    parser.add_argument("--drift", type=float, default=1.0)
+    parser.add_argument("--drift", type=float, help="default: 1, beside --measured that of the other rule")
     parser.add_argument("--min-gain", type=float, default=0.0, help="as engine.min_gain")
     parser.add_argument("--minimum", type=float)
     parser.add_argument("--owed", type=int, default=1)
