@@ -5,6 +5,11 @@
 The fleet is what `serve run` makes of the deployment file, with two target replicas, on a Ray cluster of its own. Of
 the streams a half is greedy, a quarter has a seed, and a quarter is drawn freely: of these only the length can be
 compared. A text may differ where two tokens of the target tie, unless the engine is deterministic, as it is here.
+
+A kind of process is back when as many of them run as before and every target replica has draft tokens proposed again
+(dspark_drafted_tokens_total rises), within --wait-s. Where an ingress dies its clients have to see an error; each asks
+again under the same X-Request-Id as soon as the fleet answers, and has to get the undisturbed text. Exit code 1 if
+anything of this fails.
 """
 
 import argparse
@@ -14,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from dspark.serving.request_ids import HEADER
 from running_fleet import RunningFleet, pids_of
 
 TITLES = {
@@ -30,6 +37,8 @@ TITLES = {
     "controller": "ray::ServeController",
     "ingress": "ray::ServeReplica:{app}:Ingress",
 }
+DRAFTED = "dspark_drafted_tokens_total"
+ENDED = "ended without a finish reason"
 KINDS: Sequence[dict[str, Any]] = ({"temperature": 0}, {"seed": 7}, {"temperature": 0}, {})
 
 
@@ -38,6 +47,7 @@ class Stream:
     """What one client saw. arrivals: seconds, of every chunk."""
 
     body: dict[str, Any]
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -47,6 +57,11 @@ class Stream:
     @property
     def is_repeatable(self) -> bool:
         return "seed" in self.body or self.body.get("temperature") == 0
+
+    @property
+    def saw_error(self) -> bool:
+        """Whether the client was told that this is not the whole answer."""
+        return self.error not in (None, ENDED)
 
     def gap_s(self, since: float) -> float:
         """The longest wait between two chunks that ended after `since`."""
@@ -74,16 +89,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         undisturbed = asyncio.run(_ask_all(fleet.url, bodies))
         broken = [stream.error for stream in undisturbed if stream.error is not None]
         assert not broken, f"the fleet fails undisturbed: {broken[0]}"
+        assert asyncio.run(_drafts(fleet, options)), "nothing is drafted"
+        is_shared = bool(fleet.metrics("dspark_draft_link_messages_total"))
+        assert is_shared or "draft" not in options.victims, "no draft replica drafts: train the deployment's drafter"
         reports = [asyncio.run(_disturb(fleet, victim, bodies, undisturbed, options)) for victim in options.victims]
     print(json.dumps({"streams": options.streams, "tokens": options.tokens, "victims": reports}, indent=1))
     return int(any(_has_failed(report) for report in reports))
 
 
 def _has_failed(report: dict[str, Any]) -> bool:
-    """Whether an answer was spoilt (a killed ingress may), none was in its midst, or anything stayed behind."""
-    is_spoilt = report["problems"] and report["victim"] != "ingress"
-    is_left = report["process_back_s"] is None or report["free_after_s"] is None
-    return bool(is_spoilt or is_left or not report["streams_open_at_the_kill"])
+    """Whether an answer was spoilt, none was in its midst, or anything stayed behind or away.
+
+    A killed ingress may spoil answers, if clients see it and get them when they ask again.
+    """
+    if report["victim"] == "ingress":
+        is_spoilt = report["silently_spoilt"] or report["repeat_problems"] or not report["repeated"]
+    else:
+        is_spoilt = report["problems"]
+    is_away = any(report[name] is None for name in ("process_back_s", "drafting_back_s", "free_after_s"))
+    return bool(is_spoilt or is_away or not report["streams_open_at_the_kill"])
 
 
 async def _disturb(
@@ -105,21 +129,69 @@ async def _disturb(
     os.kill(before[0], signal.SIGKILL)
     killed_at = time.monotonic()
     back_s = await _wait_until_back(title, before, killed_at, options.wait_s)
+    drafting = asyncio.create_task(_seconds_until_drafting(fleet, killed_at, options))
     await asking
+    again = await _ask_again(fleet, streams)
+    await _ask_until(drafting, fleet, options)
     gaps = sorted(stream.gap_s(killed_at) for stream in streams)
+    pairs = list(zip(streams, undisturbed, strict=True))
     report = {
         "victim": victim,
         "streams_open_at_the_kill": num_open,
-        "problems": _counted(zip(streams, undisturbed, strict=True)),
+        "problems": _counted(pairs),
+        "silently_spoilt": sum(one.problem(other) is not None and not one.saw_error for one, other in pairs),
+        "repeated": len(again),
+        "repeat_problems": _counted((again[i], undisturbed[i]) for i in again),
         "longest_gap_s": round(gaps[-1], 3),
         "median_longest_gap_s": round(gaps[len(gaps) // 2], 3),
         "undisturbed_longest_gap_s": round(max(stream.gap_s(0.0) for stream in undisturbed), 3),
         "process_back_s": back_s,
+        "drafting_back_s": drafting.result(),
         "free_after_s": await asyncio.to_thread(fleet.seconds_until_free),
     }
     print(json.dumps(report), file=sys.stderr, flush=True)
     await asyncio.to_thread(fleet.wait_until_ready)
     return report
+
+
+async def _ask_again(fleet: RunningFleet, streams: Sequence[Stream]) -> dict[int, Stream]:
+    """By their places, repeats of the streams whose clients saw an error, under the same request ids.
+
+    Target replicas may still be at the first ones, whose ingress is gone: that is when a repeat has to be safe.
+    """
+    again = {i: Stream(one.body, one.request_id) for i, one in enumerate(streams) if one.saw_error}
+    if again:
+        await asyncio.to_thread(fleet.wait_until_ready)
+        repeats = list(again.values())
+        await _ask_all(fleet.url, [stream.body for stream in repeats], repeats)
+    return again
+
+
+async def _drafts(fleet: RunningFleet, options: argparse.Namespace) -> bool:
+    """Whether every target replica drafts."""
+    drafting = asyncio.create_task(_seconds_until_drafting(fleet, time.monotonic(), options))
+    await _ask_until(drafting, fleet, options)
+    return drafting.result() is not None
+
+
+async def _ask_until(done: "asyncio.Task[float | None]", fleet: RunningFleet, options: argparse.Namespace) -> None:
+    """Give every target replica something to draft for: prompts that none has read, with a length of their own."""
+    common = {"model": fleet.model, "max_tokens": 32, "ignore_eos": True, "stream": True, "verify_length": 2}
+    while not done.done():
+        await _ask_all(fleet.url, [common | {"prompt": uuid.uuid4().hex} for _ in range(4 * options.replicas)])
+        await asyncio.sleep(0.1)
+
+
+async def _seconds_until_drafting(fleet: RunningFleet, since: float, options: argparse.Namespace) -> float | None:
+    """Seconds from `since` until every target replica has drafted after this call; None after --wait-s."""
+    first: dict[str, float] = {}
+    while time.monotonic() - since < options.wait_s:
+        drafted = await asyncio.to_thread(fleet.by_replica, DRAFTED)
+        risen = [number > first.setdefault(replica, number) for replica, number in drafted.items()]
+        if len(risen) >= options.replicas and all(risen):
+            return round(time.monotonic() - since, 2)
+        await asyncio.sleep(0.1)
+    return None
 
 
 async def _wait_until_back(title: str, before: Sequence[int], killed_at: float, wait_s: float) -> float | None:
@@ -153,10 +225,14 @@ async def _ask_all(
 
 async def _ask(client: httpx.AsyncClient, url: str, stream: Stream) -> None:
     """Fill in what comes of a stream. Whatever breaks stands in its `error`."""
+    headers = {HEADER: stream.request_id}
     try:
-        async with client.stream("POST", f"{url}/v1/completions", json=stream.body) as response:
+        async with client.stream("POST", f"{url}/v1/completions", json=stream.body, headers=headers) as response:
             if response.status_code != 200:
                 stream.error = f"status {response.status_code}"
+                return
+            if response.headers.get(HEADER) != stream.request_id:
+                stream.error = f"answered under the request id {response.headers.get(HEADER)!r}"
                 return
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
@@ -164,7 +240,7 @@ async def _ask(client: httpx.AsyncClient, url: str, stream: Stream) -> None:
     except httpx.HTTPError as error:
         stream.error = f"connection: {type(error).__name__}"
     if stream.error is None and stream.finish_reason is None:
-        stream.error = "ended without a finish reason"
+        stream.error = ENDED
 
 
 def _take(stream: Stream, chunk: dict[str, Any]) -> None:
@@ -197,8 +273,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--prompts", default="prompts/heldout.jsonl")
-    parser.add_argument("--victims", nargs="+", default=["target", "scheduler", "controller"], choices=list(TITLES))
-    parser.add_argument("--wait-s", type=float, default=120.0, help="seconds to wait for a killed process to be back")
+    parser.add_argument("--victims", nargs="+", default=list(TITLES), choices=list(TITLES))
+    parser.add_argument("--wait-s", type=float, default=120.0, help="seconds from the kill until all drafts again")
     return parser.parse_args(argv)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -106,6 +107,11 @@ class RunningFleet:
     def gauge(self, name: str) -> float:
         """A metric's sum over the replicas."""
         return sum(float(line.rpartition(" ")[2]) for line in self.metrics(name))
+
+    def by_replica(self, name: str) -> dict[str, float]:
+        """A metric of each target replica that answers."""
+        found = ((re.search(r'replica="([^"]*)"', line), line) for line in self.metrics(name))
+        return {match[1]: float(line.rpartition(" ")[2]) for match, line in found if match is not None}
 
 
 def pids_of(title: str) -> list[int]:
