@@ -2,10 +2,11 @@
 
     python benchmarks/overload.py --deployment deployments/dspark.yaml --seconds 60 --times 10
 
-First the fleet's own pace is measured with as many clients as its replicas run at once. Then requests come at random
-times at that many times the pace, whether or not earlier ones were answered; `sent_late_s` tells how far the sender
-itself fell behind. It fails if any is left without an answer or gets another status than 200, 429 and 503, if one of
-the latter says no time to come back, or if anything is left running at the end.
+The fleet has as many target replicas as the deployment file says, unless --replicas does. First its own pace is
+measured with as many clients as its replicas run at once. Then requests come at random times at that many times the
+pace, whether or not earlier ones were answered; `sent_late_s` tells how far the sender itself fell behind. It fails if
+any is left without an answer or gets another status than 200, 429 and 503, if one of the latter says no time to come
+back, if none is admitted or one that is takes more than --most-s, or if anything is left running at the end.
 """
 
 import argparse
@@ -40,13 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     changes = {"threads": options.threads} | json.loads(options.changes)
     with RunningFleet(options.deployment, changes, num_replicas=options.replicas) as fleet:
+        options.clients = options.clients or fleet.num_places
         body = {"model": fleet.model, "max_tokens": options.tokens, "ignore_eos": True, "temperature": 0}
         pace = asyncio.run(_pace(fleet.url, body, options))
         answers, late_s = asyncio.run(_overload(fleet.url, body, options.times * pace, options))
         free_s = fleet.seconds_until_free()
-    report = _report(answers, pace, free_s, options) | {"sent_late_s": round(late_s, 3)}
+    size = {"replicas": fleet.num_replicas, "clients": options.clients}
+    report = size | _report(answers, pace, free_s, options) | {"sent_late_s": round(late_s, 3)}
     print(json.dumps(report, indent=1))
-    return int(bool(report["unanswered"] or report["unexpected"] or report["without_retry_after"] or free_s is None))
+    return int(_has_failed(report, options.most_s))
+
+
+def _has_failed(report: dict[str, Any], most_s: float) -> bool:
+    """most_s: seconds that an admitted request may take."""
+    is_wrong = report["unanswered"] or report["unexpected"] or report["without_retry_after"]
+    is_slow = not report["admitted_s"] or report["admitted_s"]["most"] > most_s
+    return bool(is_wrong or is_slow or report["free_after_s"] is None)
 
 
 async def _pace(url: str, body: dict[str, Any], options: argparse.Namespace) -> float:
@@ -131,13 +141,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deployment", default="deployments/dspark.yaml")
     parser.add_argument("--changes", default="{}", help="JSON that replaces parts of the application's args")
-    parser.add_argument("--replicas", type=int, default=1, help="of the target")
+    parser.add_argument("--replicas", type=int, help="of the target; default: the deployment file's")
     parser.add_argument("--threads", type=int, default=1, help="of each replica")
-    parser.add_argument("--clients", type=int, default=32, help="at once while the pace is measured")
+    parser.add_argument("--clients", type=int, help="at once while the pace is measured; default: all places")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--warmup-s", type=float, default=10.0, help="seconds in which the pace is measured")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--times", type=float, default=10.0, help="what the fleet can do")
+    most = "seconds that an admitted request may take: limits.max_wait_s, and its own time in a full batch"
+    parser.add_argument("--most-s", type=float, default=20.0, help=most)
     parser.add_argument("--timeout-s", type=float, default=120.0, help="after which a request counts as unanswered")
     return parser.parse_args(argv)
 

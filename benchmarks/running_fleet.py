@@ -17,6 +17,7 @@ import ray
 import yaml
 
 from dspark.config import build_config
+from dspark.engine.config import EngineConfig
 from dspark.serving.deployment_file import DeploymentFile
 
 LOGICAL_CPUS = 16  # bookkeeping only
@@ -27,13 +28,13 @@ EMPTY_S = 30.0
 class RunningFleet:
     """Starts on entering, once all its target replicas answer. Its processes are children of this one.
 
-    changes: replace parts of the args of the file's application; mappings in them are merged. log: of `serve run`.
+    changes: replace parts of the args of the file's application; mappings in them are merged. num_replicas: of the
+    target; None takes the file's own number. log: of `serve run`.
     """
 
-    def __init__(self, deployment: str | Path, changes: dict[str, Any], *, num_replicas: int) -> None:
+    def __init__(self, deployment: str | Path, changes: dict[str, Any], *, num_replicas: int | None = None) -> None:
         self._content: dict[str, Any] = yaml.safe_load(Path(deployment).read_text(encoding="utf-8"))
         self._folder = tempfile.TemporaryDirectory(prefix="dspark-fleet-", ignore_cleanup_errors=True)
-        self._num_replicas = num_replicas
         self._serve: subprocess.Popen[bytes] | None = None
         (application,) = self._content["applications"]
         for name, value in changes.items():
@@ -41,9 +42,14 @@ class RunningFleet:
             application["args"][name] = {**application["args"][name], **value} if is_merged else value
         for options in application["deployments"]:
             if options["name"] == "TargetReplica":
-                options["num_replicas"] = num_replicas
+                if num_replicas is None and "num_replicas" not in options:
+                    raise ValueError(f"{deployment} has no fixed number of target replicas; say how many")
+                self.num_replicas: int = options["num_replicas"] if num_replicas is None else num_replicas
+                options["num_replicas"] = self.num_replicas
         self._content["http_options"] |= {"host": "127.0.0.1", "port": _free_port()}
         build_config(DeploymentFile, self._content)
+        engine = build_config(EngineConfig, application["args"].get("engine", {}))
+        self.num_places = self.num_replicas * engine.max_running_requests
         self.app: str = application["name"]
         self.model: str = application["args"].get("served_model_name") or application["args"]["target"]["name"]
         self.url = f"http://127.0.0.1:{self._content['http_options']['port']}"
@@ -76,7 +82,7 @@ class RunningFleet:
     def wait_until_ready(self) -> None:
         """Until every target replica tells its metrics. Raises: TimeoutError."""
         deadline = time.monotonic() + START_S
-        while self.num_ready() < self._num_replicas:
+        while self.num_ready() < self.num_replicas:
             if self._serve is None or self._serve.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"the fleet did not come up within {START_S:g} s; see {self.log}")
             time.sleep(0.25)
