@@ -121,7 +121,7 @@ def acceptance_levels(rounds: RecordedRounds, *, min_rounds: int = 50) -> dict[s
 def new_calibration(
     report: Mapping[str, Any], present: Calibration, *, drafter_sha256: str, fitted_on: dict[str, Any]
 ) -> Calibration:
-    """With the scales that were taken; the other modes keep what they have."""
+    """With the scales that were taken; the other modes, and slots that traffic hardly saw, keep what they have."""
     taken = {
         mode: SlotScales(tuple(report[mode]["temperatures"]), tuple(report[mode]["shifts"]))
         for mode in MODES
@@ -142,12 +142,29 @@ def _fitted(
     is_mode = rounds.mode == SERVED_MODES.index(mode)
     fit, test = rounds.where(is_mode & is_fit), rounds.where(is_mode & ~is_fit)
     scales = fit_sts(fit.logits, fit.num_accepted, fit.num_judged, num_bins, with_shift=with_shift)
+    scales = _with_kept_slots(scales, present, fit.num_judged)
     judged = _judged(test, present, scales, num_bins, seed)
     before, after = judged["mean_ece"]["before"], judged["mean_ece"]["after"]
     is_taken = len(fit) >= MIN_ROUNDS and before is not None and after is not None and after <= before
     for entry in judged["positions"]:
         entry["is_fitted"] = int(np.count_nonzero(fit.num_judged >= entry["position"])) >= MIN_ROUNDS
     return judged | {"rounds": {"fit": len(fit), "test": len(test)}, "is_taken": is_taken}
+
+
+def _with_kept_slots(scales: SlotScales, present: SlotScales | None, num_judged: NDArray[np.int64]) -> SlotScales:
+    """With the present scales of the slots that fewer than MIN_ROUNDS of the rounds fitted on judged.
+
+    These are the last ones, since a round that judges a slot judged those before it. A refit must not replace what was
+    fitted on whole blocks by the slot before's, which stands there only where there was nothing.
+    """
+    if present is None:
+        return scales
+    num_fitted = sum(int(np.count_nonzero(num_judged > k)) >= MIN_ROUNDS for k in range(len(scales)))
+    kept = slice(num_fitted, len(scales))
+    return SlotScales(
+        scales.temperatures[:num_fitted] + present.temperatures[kept],
+        scales.shifts[:num_fitted] + present.shifts[kept],
+    )
 
 
 def _judged(

@@ -82,6 +82,25 @@ def test_too_few_rounds_and_seeded_ones_change_no_scales() -> None:
     assert new_calibration(report, present, drafter_sha256="d" * 16, fitted_on={}).scales == present.scales
 
 
+def test_slots_that_traffic_hardly_saw_keep_the_scales_they_have() -> None:
+    rounds = rounds_of(buffer(8000, stretch=3.0, most=2), buffer(60, stretch=3.0, seed=1))
+    present = Calibration({"greedy": SlotScales((1.0, 1.0, 5.0), (0.0, 0.0, -0.5))}, "d" * 16)
+    report = traffic_report(rounds, present, **OPTIONS)
+    scales = new_calibration(report, present, drafter_sha256="d" * 16, fitted_on={}).scales["greedy"]
+    assert report["greedy"]["is_taken"]
+    assert [entry["is_fitted"] for entry in report["greedy"]["positions"]] == [True, True, False]
+    assert scales.temperatures[0] == pytest.approx(3.0, rel=0.35)
+    assert (scales.temperatures[2], scales.shifts[2]) == (5.0, -0.5)
+    last = report["greedy"]["positions"][2]
+    assert (last["temperature"], last["shift"]) == (5.0, -0.5)  # what is judged is what will be served
+
+
+def test_slots_without_scales_get_those_of_the_slot_before() -> None:
+    report = traffic_report(rounds_of(buffer(8000, stretch=3.0, most=2)), Calibration(), **OPTIONS)
+    temperatures, shifts = report["greedy"]["temperatures"], report["greedy"]["shifts"]
+    assert (temperatures[2], shifts[2]) == (temperatures[1], shifts[1])
+
+
 def test_no_answer_is_on_both_sides_and_halves_are_halves() -> None:
     request = np.repeat(np.arange(1000, dtype=np.uint64) * 7919, 3)
     sides = _fit_side(request, 0)
