@@ -83,9 +83,9 @@ def traffic_report(
 ) -> dict[str, Any]:
     """By way of decoding, in the form of `calibration_report`, JSON-ready; "before" is the present calibration's.
 
-    is_taken: whether the scales are new ones: there were MIN_ROUNDS rounds to fit on, and the error of the answers that
-    were not fitted on is no larger than before. Seeded decoding goes by the scales of sampled decoding, and is judged
-    by them only. raw: mean error without any scales.
+    is_taken: whether the scales are new ones: there were MIN_ROUNDS rounds to fit on and as many to judge by, and the
+    error of the answers that were not fitted on is no larger than before. Seeded decoding goes by the scales of sampled
+    decoding, and is judged by them only. raw: mean error without any scales.
     """
     is_fit = _fit_side(rounds.request, seed)
     report: dict[str, Any] = {}
@@ -170,16 +170,20 @@ def _with_kept_slots(scales: SlotScales, present: SlotScales | None, num_judged:
 def _judged(
     test: RecordedRounds, present: SlotScales | None, scales: SlotScales, num_bins: int, seed: int
 ) -> dict[str, Any]:
-    """Figures of rounds that were not fitted on, before and after."""
+    """Figures of rounds that were not fitted on, before and after.
+
+    Means are over the slots that MIN_ROUNDS of them or more judged, as the live metric's is: a few rounds show a large
+    error under any scales.
+    """
     columns = (test.logits, test.num_accepted, test.num_judged)
     size = test.logits.shape[1]
     unscaled = SlotScales((1.0,) * size, (0.0,) * size)
     positions = position_report(*columns, scales, num_bins=num_bins, seed=seed)
     served = position_report(*columns, present or unscaled, num_bins=num_bins, seed=seed)
-    raw = [entry["ece_before"] for entry in positions if entry["n"]]
+    raw = [entry["ece_before"] for entry in positions if entry["n"] >= MIN_ROUNDS]
     for entry, earlier in zip(positions, served, strict=True):
         entry |= {f"{name}_before": earlier[f"{name}_after"] for name in ("ece", "auroc", "brier")}
-    told = [entry for entry in positions if entry["n"]]
+    told = [entry for entry in positions if entry["n"] >= MIN_ROUNDS]
     means = {name: fmean(e[f"ece_{name}"] for e in told) if told else None for name in ("before", "after", "floor")}
     return {
         "temperatures": list(scales.temperatures),

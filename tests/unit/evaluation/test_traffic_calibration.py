@@ -3,6 +3,7 @@
 import os
 import random
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from dspark.evaluation.traffic_calibration import (
     traffic_report,
 )
 from dspark.speculation.calibration import Calibration, SlotScales
+from dspark.speculation.calibration_fit import MIN_ROUNDS
 from dspark.speculation.statistics import Round
 from dspark.storage import locate
+from dspark.traffic.live_error import ConfidenceWindow
 from dspark.traffic.rounds import Origin, RecordedRounds, RoundBuffer, decode
 from dspark.traffic.shards import ROUNDS, ShardFolder
 
@@ -99,6 +102,33 @@ def test_slots_without_scales_get_those_of_the_slot_before() -> None:
     report = traffic_report(rounds_of(buffer(8000, stretch=3.0, most=2)), Calibration(), **OPTIONS)
     temperatures, shifts = report["greedy"]["temperatures"], report["greedy"]["shifts"]
     assert (temperatures[2], shifts[2]) == (temperatures[1], shifts[1])
+
+
+def test_the_mean_error_is_of_slots_with_rounds_enough_to_tell_as_it_is_live() -> None:
+    """Three rounds of a slot show an error of tens of per cent, whatever its scales."""
+    rounds = rounds_of(buffer(4000, stretch=3.0, most=2), buffer(30, stretch=3.0, seed=1))
+    content = traffic_report(rounds, Calibration(), **OPTIONS)["greedy"]
+    first, second, last = content["positions"]
+    assert 0 < last["n"] < 200 < second["n"]
+    for name, mean in content["mean_ece"].items():
+        assert mean == pytest.approx((first[f"ece_{name}"] + second[f"ece_{name}"]) / 2)
+    assert content["raw"] == content["mean_ece"]["before"]  # nothing was scaled before
+    window = ConfidenceWindow(BLOCK, len(rounds))
+    test = rounds.where(~_fit_side(rounds.request, OPTIONS["seed"]))
+    for logits, accepted, judged in zip(test.logits, test.num_accepted, test.num_judged, strict=True):
+        window.add(logits[:judged].tolist(), int(accepted), int(judged))
+    live = [slot.ece for slot in window.errors(None) if slot.num_rounds >= MIN_ROUNDS]
+    assert content["mean_ece"]["before"] == pytest.approx(fmean(live), abs=1e-6)
+
+
+def test_scales_that_too_few_rounds_judge_are_not_taken() -> None:
+    rounds = rounds_of(buffer(8000, stretch=3.0))
+    is_fit = _fit_side(rounds.request, OPTIONS["seed"])
+    is_kept = is_fit | (np.cumsum(~is_fit) <= MIN_ROUNDS - 1)
+    content = traffic_report(rounds.where(is_kept), Calibration(), **OPTIONS)["greedy"]
+    assert content["rounds"]["test"] == MIN_ROUNDS - 1 < content["rounds"]["fit"]
+    assert content["mean_ece"] == {"before": None, "after": None, "floor": None}
+    assert not content["is_taken"]
 
 
 def test_no_answer_is_on_both_sides_and_halves_are_halves() -> None:
