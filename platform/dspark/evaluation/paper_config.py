@@ -80,7 +80,8 @@ class PaperConfig(Config):
     benchmarks_from_hub: bool = False
     """Fetch what that folder lacks."""
     prompts_per_benchmark: int | None = Field(None, ge=1)
-    """None takes as many as the paper's code does."""
+    """At most; a piece's own file may say fewer, as `prompts_per_domain`. Where neither says so, as many as the paper's
+    code takes."""
     calibrate: JobFile | None = None
     profile_engine: JobFile | None = None
     contest: ContestConfig | None = None
@@ -185,11 +186,12 @@ class PaperConfig(Config):
     def _on_benchmarks(self, config: M, names: tuple[str, ...] = tuple(BENCHMARKS)) -> M:
         if not self.uses_benchmarks:
             return config
+        limits = [most for most in (self.prompts_per_benchmark, config.prompts_per_domain) if most is not None]
         return config.with_changes(
             prompts=[],
             tasks={},
             benchmarks=list(names),
             benchmarks_folder=self.benchmarks_folder,
             benchmarks_from_hub=self.benchmarks_from_hub,
-            prompts_per_domain=self.prompts_per_benchmark,
+            prompts_per_domain=min(limits, default=None),
         )

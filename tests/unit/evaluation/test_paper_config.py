@@ -75,6 +75,26 @@ def test_without_the_benchmarks_files_own_prompts_stand_in(tmp_path, monkeypatch
     assert quick().lossless_config().benchmarks == ["gsm8k"]
 
 
+def test_a_piece_of_fewer_prompts_than_the_set_keeps_its_number(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    released = load_config(PaperConfig, ROOT / "configs/paper/paper_released.yaml")
+    assert released.prompts_per_benchmark is None
+    assert released.calibrate_config().prompts_per_domain == 100
+    assert released.evaluate_config("dspark", 0).prompts_per_domain is None
+    between = quick(prompts_per_benchmark=15)  # the files say 20, 20 and 12
+    found = [between.evaluate_config("dspark", 0), between.calibrate_config(), between.lossless_config()]
+    assert [piece.prompts_per_domain for piece in found] == [15, 15, 12]
+
+
+def test_full_sets_measure_as_many_prompts_for_losslessness_as_they_compare():
+    for path in SETS:
+        config = load_config(PaperConfig, path)
+        if config.size == "full" and config.prompts_per_benchmark is None:
+            piece = config.lossless_config()
+            measured = piece.prompts_per_domain or BENCHMARKS["gsm8k"].num_prompts
+            assert piece.compare_with_generate <= measured, path.stem
+
+
 def test_an_adopted_drafter_is_measured_once():
     config = load_config(PaperConfig, ROOT / "configs/paper/paper_released.yaml").with_changes(seeds=(0, 1, 2))
     assert config.seeds_of("dspark") == (0,)
