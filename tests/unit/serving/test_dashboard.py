@@ -4,15 +4,20 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from dspark.engine.remote_draft_state import RemoteDraftStats
-from dspark.serving.config import FleetConfig
+from dspark.serving.config import FailoverConfig, FleetConfig, LimitsConfig
 from dspark.serving.fleet_link import FleetLink
+from dspark.serving.fleet_view import FleetView
+from dspark.serving.gate import GateCounts
 from dspark.serving.metrics import draft_link_families
+from dspark.serving.replica_client import ReplicaClient
 from dspark.serving.schedule_metrics import fleet_families
 from dspark.serving.target_replica import TargetReplica
 from dspark.speculation.fleet import Lease, ReplicaReport, Share
@@ -43,6 +48,30 @@ def attached_link() -> FleetLink:
     return link
 
 
+def alerts() -> dict[str, str]:
+    """Expressions by name."""
+    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["spec"]["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def told_by_the_api() -> set[str]:
+    """Names of the samples that a process of the API tells of itself, whether there are replicas or not."""
+    client = ReplicaClient(no_replica(), FailoverConfig(), timeout_s=1.0)
+    counts = GateCounts(FleetView(LimitsConfig()))
+    families = [*asyncio.run(client.metrics()), *counts.families("a")]
+    return {sample.name for family in families for sample in family.samples}
+
+
+def no_replica() -> Any:
+    """A handle of Serve's to a deployment that is scaled to zero."""
+
+    async def under_way() -> list[Any]:
+        raise DeploymentUnavailableError("there is none")  # type: ignore[arg-type]
+
+    broadcast = SimpleNamespace(_fetch_replica_results_async=under_way)
+    return SimpleNamespace(broadcast=lambda method: broadcast, options=lambda **_: None)
+
+
 @pytest.fixture(scope="module")
 def exported(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every name of a sample that a replica exports, of positions and refusals also those that are not there yet."""
@@ -70,10 +99,19 @@ def test_every_metric_of_the_dashboard_is_exported(panels: list[dict[str, Any]],
 
 
 def test_every_metric_of_an_alert_is_exported(exported: set[str]) -> None:
-    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["spec"]["groups"]
-    asked = {name for group in groups for rule in group["rules"] for name in METRIC.findall(rule["expr"])}
+    asked = {name for rule in alerts().values() for name in METRIC.findall(rule)}
     assert len(asked) > 10
-    assert asked - exported == set()
+    assert asked - exported - told_by_the_api() == set()
+
+
+def test_silence_is_heard_from_what_the_api_tells_without_a_replica() -> None:
+    """Scaled to zero no replica tells anything, and nothing is wrong."""
+    assert set(METRIC.findall(alerts()["DsparkSilent"])) <= told_by_the_api()
+
+
+def test_refusals_are_heard_where_no_replica_counts_requests() -> None:
+    """A comparison with nothing is nothing."""
+    assert "(sum(rate(dspark_requests_total[5m])) or vector(0))" in alerts()["DsparkRefuses"]
 
 
 def test_what_no_other_engine_tells_is_on_the_dashboard(panels: list[dict[str, Any]]) -> None:

@@ -79,6 +79,11 @@ def test_metrics_come_without_those_of_a_stuck_replica_and_say_that_it_is_silent
     assert 'dspark_answers_interrupted_total{outcome="poison",replica="ingress-local"} 0.0' in text
 
 
+def test_without_a_replica_the_api_tells_that_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = render(asyncio.run(client(monkeypatch=monkeypatch, scales_to_zero=True).metrics())).decode()
+    assert 'dspark_replicas_running{replica="ingress-local"} 0.0' in text
+
+
 def test_loads_tell_the_silent_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     report = LoadReport("a", 1, 2, None)
     one = client(Answers(report), Stuck(), Answers(RayError()), monkeypatch=monkeypatch)
