@@ -114,6 +114,12 @@ def test_refusals_are_heard_where_no_replica_counts_requests() -> None:
     assert "(sum(rate(dspark_requests_total[5m])) or vector(0))" in alerts()["DsparkRefuses"]
 
 
+def test_drift_has_an_alert_that_needs_no_yesterday() -> None:
+    (rule,) = [rule for rule in alerts().values() if "dspark_acceptance_drift" in rule]
+    assert "offset" not in rule
+    assert ">= 1" in rule
+
+
 def test_what_no_other_engine_tells_is_on_the_dashboard(panels: list[dict[str, Any]]) -> None:
     text = json.dumps(panels)
     for name in (
