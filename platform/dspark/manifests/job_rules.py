@@ -15,6 +15,8 @@ from dspark.storage import is_remote
 
 MODES = ("K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode")
 RUNTIME_KEYS = ("working_dir", "py_modules", "py_executable", "pip", "uv", "conda", "env_vars", "excludes", "config")
+OWN_WORK = {"generate": "holds all prompts", "profile_engine": "measures"}
+"""What jobs do in the process of the entrypoint, beside telling workers what to do."""
 JOB_OPTIONS = ("--config", "--fresh", "--dry-run", "--help")
 SPEC = ("spec",)
 
@@ -129,6 +131,10 @@ def _entrypoint(document: Document, documents: list[Document], known: Surroundin
             continue
         needed = {"cpu": _needed(config, "cpu", room), GPU: _needed(config, GPU, room)}
         own = {"cpu": document.get("spec", "entrypointNumCpus"), GPU: document.get("spec", "entrypointNumGpus")}
+        job = PurePosixPath(command[1]).stem
+        if workers and job in OWN_WORK and not any(own.values()):
+            message = f"is required: {job}.py {OWN_WORK[job]} in its own process, which runs on the head without it"
+            yield document.problem((*SPEC, "entrypointNumCpus"), message)
         for name, amount in needed.items():
             wanted = amount + Decimal(str(own[name] or 0))
             if workers and wanted > room[name]:

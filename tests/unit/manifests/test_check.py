@@ -114,6 +114,8 @@ CHANGES = [
     at("kind", TRAIN, ("spec", "entrypoint"), "python jobs/train.py num_workers=5", "needs 5 of cpu at once"),
     at("kind", TRAIN, ("spec", "entrypoint"), "python jobs/train.py use_gpu=true", "nvidia.com/gpu at once"),
     at("kind", EVALUATE, ("spec", "entrypointNumCpus"), 3, "needs 5 of cpu at once", "spec.entrypoint"),
+    at("gpu", DATA, ("spec", "entrypointNumCpus"), REMOVED, "generate.py holds all prompts in its own process"),
+    at("kind", EVALUATE, ("spec", "entrypointNumCpus"), 0, "profile_engine.py measures in its own process"),
     at("kind", DATA, ("spec", "entrypoint"), "python jobs/cache.py max_cache_bytes=30000000000", "the volume of"),
     at("kind", DATA, (*JOB_POD, "volumes", 0), {"name": "runs", "emptyDir": {}}, "is lost with the pod", "entrypoint"),
     # who pods run as, and on what
