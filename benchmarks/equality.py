@@ -21,6 +21,7 @@ import torch
 
 from dspark.chat import render_prompt
 from dspark.data.prompts import PromptSource, read_prompts
+from dspark.drafters.export import read_curves
 from dspark.engine.config import EngineConfig
 from dspark.engine.drafter_folder import drafter_sha256
 from dspark.engine.engine import Engine
@@ -30,7 +31,6 @@ from dspark.engine.request import GenerationRequest
 from dspark.engine.sampling import SamplingParams
 from dspark.evaluation.load import chat_of, closed_loop
 from dspark.speculation.calibration import Calibration
-from dspark.speculation.cost_curve import CostCurve
 from dspark.targets import TargetConfig, load_target
 from served import first_difference
 
@@ -118,7 +118,7 @@ def compared(answers: list[list[int]], reference: Reference) -> dict[str, Any]:
 def scheduled(loaded: LoadedEngine, drafter: str) -> Engine:
     """The engine under its scheduler, by the curve that is there: one of another type decides as well what is run."""
     config = loaded.engine.config.with_changes(verify_length=None)
-    curve = CostCurve.load(Path(drafter) / "cost_curve.json")
+    curve = read_curves(Path(drafter) / "cost_curve.json")[0]
     calibration = Calibration.load(Path(drafter) / "calibration.json", drafter_sha256=drafter_sha256(drafter))
     drafts = loaded.engine._drafts
     return Engine(loaded.target, drafts, loaded.tokenizer, config=config, curve=curve, calibration=calibration)

@@ -8,17 +8,20 @@ import sys
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 import runner
-from dspark.config import Config, config_problems, nearest, read_content
+from dspark.config import Config, build_config, config_problems, nearest, read_content
 from dspark.errors import DsparkError, one_line
 from dspark.manifests.check import check_manifests
+from dspark.manifests.curve_rules import PROFILE_JOB, missing_curve, profiled_threads
 from dspark.manifests.documents import Problem, shown
 from dspark.manifests.served import write_serve_configs
 from dspark.serving.deployment_file import DeploymentFile
+
+C = TypeVar("C", bound=Config)
 
 ROOT = runner.REPOSITORY
 JOBS = ROOT / "jobs"
@@ -55,6 +58,7 @@ def run(config: CheckConfig, *, fresh: bool = False, dry_run: bool = False) -> d
         }
     problems = [problem for path in configs for problem in config_file_problems(path, classes)]
     problems += [problem for path in deployments for problem in file_problems(path, DeploymentFile)]
+    problems += curve_problems(configs, deployments, classes)
     if config.manifests is not None:
         with_kubectl = shutil.which("kubectl") is not None
         if not with_kubectl:
@@ -106,6 +110,27 @@ def file_problems(path: Path, config_class: type[Config]) -> Iterator[Problem]:
         if isinstance(value, str) and value.endswith((".yaml", ".yml")) and not _is_there(value, path):
             there = [str(other.relative_to(ROOT)) for other in (ROOT / value).parent.glob("*.yaml")]
             yield Problem(file, (key,), shown(value), f"is no file{nearest(value, there)}")
+
+
+def curve_problems(configs: list[Path], deployments: list[Path], classes: dict[str, type[Config]]) -> Iterator[Problem]:
+    """Of deployment files whose drafter some config profiles, but none with the threads that it is served with."""
+    profiles = [path for path in configs if job_of(path, classes) == PROFILE_JOB]
+    profiled = profiled_threads(config for path in profiles for config in _sound(path, classes[PROFILE_JOB]))
+    for path in deployments:
+        for deployed in _sound(path, DeploymentFile):
+            for number, application in enumerate(deployed.applications):
+                message = missing_curve(application.args, profiled)
+                if message is not None:
+                    place = ("applications", number, "args", "threads")
+                    yield Problem(str(path.relative_to(ROOT)), place, str(application.args.threads), message)
+
+
+def _sound(path: Path, config_class: type[C]) -> list[C]:
+    """The file's config, or none where it is refused, which `file_problems` tells of."""
+    try:
+        return [build_config(config_class, read_content(path.read_text(encoding="utf-8")))]
+    except (yaml.YAMLError, TypeError, ValueError):
+        return []
 
 
 def _is_there(name: str, path: Path) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from dspark.config import UNKNOWN, Config
 from dspark.errors import DsparkError
 from dspark.manifests.cluster_rules import cluster_problems
+from dspark.manifests.curve_rules import curve_problems
 from dspark.manifests.documents import Document, Problem
 from dspark.manifests.job_rules import job_problems
 from dspark.manifests.kustomize import FILE, Tree, read_tree, render, unused_files
@@ -69,6 +70,7 @@ def set_problems(documents: list[Document], known: Surroundings, schemas: Schema
         yield from cluster_problems(document, known.ray_version)
         yield from job_problems(document, documents, known)
         yield from service_problems(document, known)
+    yield from curve_problems(documents, known)
     for pod in pods_in(documents):
         yield from pod_problems(pod)
     yield from reference_problems(documents, known)

@@ -7,7 +7,7 @@ import pytest
 
 import check_config
 import runner
-from check_config import CheckConfig, config_file_problems, file_problems, job_configs
+from check_config import CheckConfig, config_file_problems, curve_problems, file_problems, job_configs
 from dspark.config import Config
 from dspark.errors import DsparkError
 from dspark.serving.deployment_file import DeploymentFile
@@ -84,6 +84,28 @@ def test_a_file_of_no_job_is_told_the_nearest(
 ) -> None:
     (problem,) = config_file_problems(ROOT / "configs" / "demo" / "trian.yaml", classes)
     assert str(problem) == "configs/demo/trian.yaml: is named for no job; did you mean 'train'?"
+
+
+def test_a_drafter_that_is_profiled_with_other_threads_than_it_is_served_with_is_told(
+    classes: dict[str, type[Config]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replicas would look for a curve of theirs, and find none."""
+    deployments = []
+    for name in ("dspark", "dspark_autoscaling", "colocated", "dspark_tiny"):
+        deployments.append(tmp_path / f"{name}.yaml")
+        deployments[-1].write_text((ROOT / "deployments" / f"{name}.yaml").read_text())
+    profiles = [tmp_path / "profile_engine.yaml", tmp_path / "profile_engine_fleet.yaml"]
+    for path in profiles:
+        path.write_text((ROOT / "configs" / "demo" / path.name).read_text())
+    monkeypatch.setattr(check_config, "ROOT", tmp_path)
+    assert list(curve_problems(profiles, deployments, classes)) == []
+    problems = [str(problem) for problem in curve_problems(profiles[:1], deployments, classes)]
+    assert len(problems) == 2
+    told = "applications[0].args.threads = 1: the cost curve of runs/demo/drafter is measured with 2 threads"
+    assert all(told in problem for problem in problems)
+    profiles[1].write_text("threads: one\n")  # told of elsewhere
+    assert len(list(curve_problems(profiles, deployments, classes))) == 2
+    assert list(curve_problems([], deployments, classes)) == []
 
 
 def test_problems_are_printed_and_end_the_job(

@@ -34,6 +34,8 @@ HEAD, WORKER = (*HEAD_POD, "containers", 0), (*WORKERS, "template", "spec", "con
 POD = ("spec", "template", "spec")
 JOB_POD = ("spec", "rayClusterSpec", "headGroupSpec", "template", "spec")
 
+QWEN, CURVE = "drafter=runs/released/qwen3_4b/dspark", "spec.serveConfigV2"
+
 DELETION = {"policy": "DeleteCluster", "condition": {"jobStatus": "SUCCEEDED"}}
 INCREMENTAL = {
     "type": "NewClusterWithIncrementalUpgrade",
@@ -118,6 +120,7 @@ CHANGES = [
     at("kind", EVALUATE, ("spec", "entrypointNumCpus"), 0, "profile_engine.py measures in its own process"),
     at("kind", DATA, ("spec", "entrypoint"), "python jobs/cache.py max_cache_bytes=30000000000", "the volume of"),
     at("kind", DATA, (*JOB_POD, "volumes", 0), {"name": "runs", "emptyDir": {}}, "is lost with the pod", "entrypoint"),
+    at("gpu", EVALUATE, ("spec", "entrypoint"), f"python jobs/profile_engine.py {QWEN} threads=2", "2 threads", CURVE),
     # who pods run as, and on what
     at("kind", MLFLOW, (*POD, "securityContext", "runAsNonRoot"), False, "must be true"),
     at("kind", MLFLOW, (*POD, "securityContext", "runAsUser"), 0, "must be a user above 0"),
