@@ -1,8 +1,8 @@
 """What came of a run of target replicas on shared drafters, from what users got and what the replicas counted."""
 
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -61,9 +61,7 @@ def speculation_figures(period: Period) -> Figures:
     drafters_busy: share of the time that a draft replica was in passes of the drafter, 1 = saturated; taking contexts
     in and answering come on top of it. blocks_a_pass: proposals made together.
     """
-    counted: Counter[str] = Counter()
-    for one in period.targets:
-        counted.update(one)
+    counted = summed(period.targets)
     found = {
         "verify_length": counted["verified_tokens_total"] / max(1, counted["decodes_total"]),
         "drafted": counted["drafted_decodes_total"] / max(1, counted["decodes_total"]),
@@ -124,6 +122,15 @@ def minimum_figures(seen: Sequence[Seen], seconds: Sequence[int], minimum: float
         "minimum_kept_each": statistics.fmean(shares),
         "minimum_kept_worst": min(shares),
     }
+
+
+def summed(counted: Iterable[Mapping[str, float]]) -> Figures:
+    """Replicas' counters together; 0 for what none of them counts."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for one in counted:
+        for name, number in one.items():
+            total[name] += number
+    return total
 
 
 def periods(snapshots: Sequence[Snapshot]) -> list[Period]:

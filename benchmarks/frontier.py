@@ -64,6 +64,7 @@ class Point:
         return float(self.tokens_per_s * drawn / (self.tokens.sum() / self.seconds.sum()))
 
 
+Ratios = list[tuple[float | None, float | None]]  # by load
 Points = Mapping[tuple[str, int], Point]  # by entrant and load; the same requests for both at a load
 
 
@@ -114,7 +115,7 @@ def compared(points: Points, loads: Sequence[int]) -> list[dict[str, Any]]:
     """A row per load of the rival; None where ours has no point to compare with."""
     rng = np.random.default_rng(0)
     whole = _ratios({key: (point.user(), point.all()) for key, point in points.items()}, loads)
-    drawn = []
+    drawn: list[Ratios] = []
     while len(drawn) < NUM_RESAMPLED:
         weights = rng.poisson(1.0, max(len(point.speeds) for point in points.values())).astype(np.float64)
         parts = {key: weights[: len(point.speeds)] for key, point in points.items()}
@@ -133,15 +134,13 @@ def compared(points: Points, loads: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _ratios(
-    speeds: Mapping[tuple[str, int], tuple[float, float]], loads: Sequence[int]
-) -> list[tuple[float | None, float | None]]:
+def _ratios(speeds: Mapping[tuple[str, int], tuple[float, float]], loads: Sequence[int]) -> Ratios:
     """(our user's speed at the same speed of all, ours of all at the same speed of a user) over the rival's.
 
     speeds: of a user and of all.
     """
     own_user, own_all = np.array([speeds[OURS, load] for load in loads]).T
-    ratios = []
+    ratios: Ratios = []
     for load in loads:
         user, everybody = speeds[RIVAL, load]
         ratios.append((_at(everybody, own_all, own_user, user), _at(user, own_user, own_all, everybody)))

@@ -55,6 +55,7 @@ from fleet_figures import (
     periods,
     speculation_figures,
     speed_figures,
+    summed,
 )
 from served import print_table
 
@@ -83,12 +84,9 @@ class Fleet:
 
     async def snapshot(self) -> Snapshot:
         """What all replicas have counted so far."""
-        families = await asyncio.gather(*(handle.metrics.remote() for handle in self.handles))
+        families = [await handle.metrics.remote() for handle in self.handles]
         told = [] if self.drafts is None else await asyncio.to_thread(self._of_drafts)
-        drafts: Counter[str] = Counter()
-        for one in told:
-            drafts.update(one)
-        return Snapshot(time.monotonic(), tuple(counters(own) for own in families), drafts, len(told))
+        return Snapshot(time.monotonic(), tuple(counters(own) for own in families), summed(told), len(told))
 
     def _of_drafts(self) -> list[dict[str, float]]:
         """Of each draft replica; waits."""
@@ -98,12 +96,8 @@ class Fleet:
 
 def counters(families: Sequence[Any]) -> dict[str, float]:
     """A replica's samples by their name without "dspark_"."""
-    found: Counter[str] = Counter()
-    for family in families:
-        for sample in family.samples:
-            if sample.name.startswith(PREFIX):
-                found[sample.name.removeprefix(PREFIX)] += sample.value
-    return found
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith(PREFIX)]
+    return summed({sample.name.removeprefix(PREFIX): sample.value} for sample in samples)
 
 
 def curve_of(config: ServeConfig) -> CostCurve:
