@@ -146,5 +146,5 @@ def test_the_quick_set_is_planned_for_less_than_an_hour(capsys):
     plan = paper.run(quick(), dry_run=True)
     assert plan["projected_s"] < 3600
     shown = capsys.readouterr().out
-    assert "train dspark-rnn-15, seed 0" in shown
+    assert "train dspark-15, seed 0" in shown
     assert "to go: about" in shown
