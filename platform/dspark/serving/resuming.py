@@ -97,7 +97,7 @@ class Patience:
         self._clock = clock
         self.is_poison = False
         self._num_lost = 0
-        self._tokens_then: int | None = None  # when a replica was lost last
+        self._tokens_then: int | None = None  # when a replica died last
         self._lost_at: float | None = None
         self._pause_s = 0.0
 
@@ -117,7 +117,7 @@ class Patience:
 
     def lost(self, lost: ReplicaLost, num_tokens: int) -> float | None:
         """Seconds to wait before the next replica is asked; None: no other one is. num_tokens: of the answer so far."""
-        if lost.how != "missing":
+        if lost.how == "died":  # a rollout takes replicas away one after the other, whatever they work on
             then, self._tokens_then = self._tokens_then, num_tokens
             self.is_poison = then is not None and num_tokens - then < self._config.min_progress_tokens
         self._num_lost += lost.how != "taken_away"

@@ -237,6 +237,16 @@ def test_having_no_replica_is_not_the_requests_doing() -> None:
     assert not patience.is_poison
 
 
+def test_only_deaths_count_as_the_requests_doing() -> None:
+    """A rollout takes replicas away one after the other; what is handed on in between says nothing of the request."""
+    patience = Patience(FailoverConfig(max_continuations=9, min_progress_tokens=32))
+    for how, num_tokens in (("taken_away", 5), ("taken_away", 6), ("died", 7), ("taken_away", 8), ("missing", 8)):
+        assert patience.lost(died(how), num_tokens) is not None
+        assert not patience.is_poison
+        patience.found()
+    assert (patience.lost(died(), 38), patience.is_poison) == (None, True)  # the second one, 31 tokens after the first
+
+
 def test_replicas_that_are_taken_away_do_not_use_up_the_continuations() -> None:
     patience = Patience(FailoverConfig(max_continuations=1))
     for number in range(5):
