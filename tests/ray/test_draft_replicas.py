@@ -1,4 +1,4 @@
-"""Two target replicas and a draft replica on Ray Serve, and what becomes of their streams when it is killed."""
+"""Two target replicas, a draft replica and the fleet scheduler on Ray, and what becomes of streams when it is killed."""
 
 import asyncio
 import itertools
@@ -12,6 +12,7 @@ from ray import serve
 
 from dspark.serving.app import draft_deployment, target_deployment
 from dspark.serving.config import ServeConfig
+from dspark.serving.draft_replica import LEAST_BATCHES
 from dspark.serving.openai_schema import CompletionRequest, Refusal
 from local_cluster import replicas_of, start_local_cluster
 from tiny_drafter import make_tiny_drafter
@@ -21,6 +22,7 @@ from tiny_target import make_tiny_target
 pytestmark = pytest.mark.ray
 
 LONG = 400  # tokens of an answer during which something happens
+LEASE_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
         drafter=str(make_tiny_drafter(folder / "drafter", target)),
         limits={"max_output_tokens": LONG},
         draft_replicas={"contexts": contexts, "link": {"deadline_s": 0.5}},
+        fleet={"name": "drafts", "lease_ttl_s": LEASE_S},
     )
 
 
@@ -109,6 +112,15 @@ def kill_draft_replica() -> None:
 
 
 def test_a_draft_replica_killed_amid_streams_costs_no_token_and_drafting_comes_back(targets: Any) -> None:
+    """The scheduler knows what the one that is killed could do, and forgets it; the next one has yet to show it."""
+
+    def has_offered() -> bool:
+        asyncio.run(answers(targets, "o", 8))
+        return of_drafts()["batches"] >= LEAST_BATCHES
+
+    assert wait_for(has_offered, seconds=30)
+    time.sleep(LEASE_S)  # the offer has come, and a lease by it
+    assert all(one["dspark_fleet_attached"] == 1 for one in figures(targets))
     plain = asyncio.run(answers(targets, "b", 6, max_tokens=LONG, verify_length=0))
 
     async def interrupted() -> list[list[int]]:
@@ -126,6 +138,7 @@ def test_a_draft_replica_killed_amid_streams_costs_no_token_and_drafting_comes_b
         return all(one["dspark_draft_link_up"] == 1 for one in figures(targets))
 
     assert wait_for(is_back, seconds=60)
+    time.sleep(LEASE_S)  # what the scheduler makes of it has come
     before = [one["dspark_drafted_tokens_total"] for one in figures(targets)]
     assert asyncio.run(answers(targets, "b", 6, max_tokens=LONG)) == plain
     after = [one["dspark_drafted_tokens_total"] for one in figures(targets)]

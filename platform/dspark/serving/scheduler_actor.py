@@ -57,7 +57,6 @@ class FleetScheduler:
         self._epoch = time.time_ns()  # rises from one life of the actor to the next, without memory
         self._reports: dict[str, ReplicaReport] = {}
         self._supplies: dict[str, DraftSupply] = {}
-        self._has_drafters = config.draft_blocks_per_s is not None
         self._heard: dict[str, float] = {}
         self._curves: dict[str, CostCurve] = {}
         self._shares: dict[str, Share] = {}
@@ -104,7 +103,6 @@ class FleetScheduler:
         """As `offer`. now: monotonic seconds."""
         self._supplies[drafter_id] = supply
         self._heard[drafter_id] = now
-        self._has_drafters = True
         return self._ttl_s / TICKS_PER_LEASE
 
     @property
@@ -124,13 +122,14 @@ class FleetScheduler:
         self._shared_at = now
 
     def _supply(self) -> DraftSupply | None:
-        """What all drafters can do together; nothing once all are gone, None where there never were any."""
+        """What all drafters can do together; None while none says so: what one can do shows only in what it is asked
+        for, and a replica whose drafter is away notices by itself."""
         if self._config.draft_blocks_per_s is not None:
             return DraftSupply(self._config.max_draft_load * self._config.draft_blocks_per_s)
-        if not self._has_drafters:
+        if not self._supplies:
             return None
         per_s = self._config.max_draft_load * sum(supply.per_s for supply in self._supplies.values())
-        like = next(iter(self._supplies.values()), DraftSupply(0.0))
+        like = next(iter(self._supplies.values()))
         return replace(like, per_s=per_s)
 
     async def _exit_when_idle(self) -> None:

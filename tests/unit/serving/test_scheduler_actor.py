@@ -73,7 +73,7 @@ def test_a_curve_is_asked_for_once_per_kind() -> None:
     assert not scheduler.lease(ReplicaReport("b", 1), now=0.2).wants_curve  # it has none
 
 
-def test_drafters_say_what_they_can_do_and_leave_nothing_when_they_go() -> None:
+def test_drafters_say_what_they_can_do_until_they_go() -> None:
     scheduler = shared(draft_blocks_per_s=None)
     assert scheduler.lease(report("a", 1), now=0.0).share == FREE
     half = DraftSupply(0.3, (1, 11), (0.01, 0.06))  # 5 ms a block and as much a call: 0.3 s of it a second
@@ -82,7 +82,16 @@ def test_drafters_say_what_they_can_do_and_leave_nothing_when_they_go() -> None:
     assert scheduler.lease(report("a", 2), now=0.2).share == FREE  # ten calls of 55 ms each second
     scheduler.take_offer("e", half, now=1.3)
     assert scheduler.lease(report("a", 3), now=1.4).share == Share(max_drafted=5)
-    assert scheduler.lease(report("a", 4), now=3.0).share == Share(max_drafted=0)
+
+
+def test_without_any_offer_the_local_rule_is_free_or_drafting_would_never_come_back() -> None:
+    """A drafter says what it can do by what it did: who forbids drafting until it says so waits for ever."""
+    scheduler = shared(draft_blocks_per_s=None)
+    scheduler.take_offer("d", DraftSupply(20.0), now=0.0)
+    assert scheduler.lease(report("a", 1), now=0.1).share == Share(max_drafted=2)
+    assert scheduler.lease(report("a", 2), now=3.0).share == FREE
+    scheduler.take_offer("another", DraftSupply(30.0), now=3.1)
+    assert scheduler.lease(report("a", 3), now=3.3).share == Share(max_drafted=3)
 
 
 def test_a_tier_below_its_minimum_gets_weight() -> None:
