@@ -10,6 +10,7 @@ from dspark.serving.config import LimitsConfig
 from dspark.serving.openai_schema import Refusal
 
 WINDOW_S = 30.0  # over which the pace is measured
+SPELL_S = 1.0  # of it, summed up
 LEAST_ENDINGS = 4  # that make a pace
 LONGEST_RETRY_S = 60
 
@@ -17,7 +18,7 @@ LONGEST_RETRY_S = 60
 @dataclass(frozen=True)
 class Room:
     """Of a replica, or of all of them together, in choices: those that are open, that run at once, and that may be open
-    at most. per_s: those that end in a second, of late; None while there is no pace."""
+    at most. per_s: those that end in a second while others wait, of late; None while there is no pace."""
 
     num_open: int
     max_running: int
@@ -30,25 +31,41 @@ class Room:
 
 
 class Pace:
-    """Endings of late. clock: seconds."""
+    """What a replica can do: endings of late, per second in which somebody waited for one. While nobody waits, as many
+    end as come, which says nothing. Told by one thread and asked by another. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._endings: deque[float] = deque()
+        self._spells: deque[_Spell] = deque()
 
-    def ended(self, num_choices: int) -> None:
-        """They have, in whatever way."""
-        self._endings.extend([self._clock()] * num_choices)
+    def waited(self, seconds: float, num_ended: int) -> None:
+        """So long somebody waited just now, and so many choices ended meanwhile."""
+        now = self._clock()
+        while self._spells and now - self._spells[0].began > WINDOW_S:
+            self._spells.popleft()
+        if not self._spells or now - self._spells[-1].began > SPELL_S:
+            self._spells.append(_Spell(now))
+        self._spells[-1].seconds += seconds
+        self._spells[-1].num_ended += num_ended
 
     @property
     def per_s(self) -> float | None:
         """Endings per second; None while there are too few."""
         now = self._clock()
-        while self._endings and now - self._endings[0] > WINDOW_S:
-            self._endings.popleft()
-        if len(self._endings) < LEAST_ENDINGS:
+        recent = [spell for spell in list(self._spells) if now - spell.began <= WINDOW_S]
+        num_ended = sum(spell.num_ended for spell in recent)
+        if num_ended < LEAST_ENDINGS:
             return None
-        return len(self._endings) / max(now - self._endings[0], 1e-3)
+        return num_ended / max(sum(spell.seconds for spell in recent), 1e-3)
+
+
+@dataclass
+class _Spell:
+    """What happened within a second or so from `began` on, in the seconds of it in which somebody waited."""
+
+    began: float
+    seconds: float = 0.0
+    num_ended: int = 0
 
 
 def refusal(room: Room, limits: LimitsConfig, *, num_new: int, may_wait: bool = False) -> Refusal | None:

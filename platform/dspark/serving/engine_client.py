@@ -53,7 +53,7 @@ class Continuation:
 class LoadReport:
     """How a replica stands, in choices of requests: those open, and those that run at once.
 
-    per_s: those that end in a second, of late; None while it has no pace.
+    per_s: those that end in a second while others wait, of late; None while it has no pace.
     """
 
     replica_id: str

@@ -21,6 +21,7 @@ from dspark.engine.engine import Engine
 from dspark.engine.request import FinishReason, GenerationRequest
 from dspark.engine.step import StepOutput
 from dspark.errors import DsparkError
+from dspark.serving.admission import Pace
 from dspark.serving.metrics import ReplicaMetrics
 from dspark.speculation.fleet import Share
 
@@ -69,7 +70,7 @@ class EngineLoop:
     """Owns the thread that steps the engine. `generate` is for one event loop, the rest for any thread.
 
     share: asked before every step for the bounds on what it drafts and verifies; it must not wait for anything.
-    on_failure: called in the engine's thread when the engine has failed and every request has been told.
+    pace: told of the steps in which more is open than runs at once. on_failure: called in the engine's thread when the engine has failed and every request has been told.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class EngineLoop:
         metrics: ReplicaMetrics,
         *,
         share: Callable[[], Share] | None = None,
+        pace: Pace | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
@@ -85,6 +87,7 @@ class EngineLoop:
         self.num_open = 0
         self._metrics = metrics
         self._share = share
+        self._pace = pace or Pace()
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._held: deque[_Abort | _Replace | None] = deque()  # taken out in the midst of a step, and not for then
@@ -182,7 +185,7 @@ class EngineLoop:
             while self._apply_inbox():
                 if self._share is not None:
                     self.engine.policy.share = self._share()
-                for output in self.engine.step():
+                for output in self._step():
                     self._deliver(output)
         except Exception as error:
             log.exception("the engine failed; its %d requests end", len(self._receivers))
@@ -194,6 +197,15 @@ class EngineLoop:
             receiver.put(reason)
         if is_failed and self._on_failure is not None:
             self._on_failure()
+
+    def _step(self) -> list[StepOutput]:
+        engine, started = self.engine, time.monotonic()
+        is_over = engine.num_running + engine.num_waiting > engine.config.max_running_requests
+        outputs = engine.step()
+        if is_over:
+            num_ended = sum(output.finish_reason is not None for output in outputs)
+            self._pace.waited(time.monotonic() - started, num_ended)
+        return outputs
 
     def _apply_inbox(self) -> bool:
         """Apply what was sent; without work, wait for more. False when told to stop."""

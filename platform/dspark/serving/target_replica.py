@@ -80,6 +80,7 @@ class TargetReplica:
             engine,
             self._metrics,
             share=self._fleet.share if self._fleet else None,
+            pace=self._pace,
             on_failure=None if self.id == LOCAL else end_process,
         )
         self._loop.start()
@@ -130,7 +131,6 @@ class TargetReplica:
         finally:
             recording.end()
             self._num_calls -= 1
-            self._pace.ended(len(resolved))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer | Refusal:
         """The ids that a prompt becomes."""

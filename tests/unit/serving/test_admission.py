@@ -14,11 +14,12 @@ class Clock:
         return self.now
 
 
-def pace(clock: Clock, *, per_s: float, seconds: int) -> Pace:
+def pace(clock: Clock, *, per_s: float, seconds: int, step_s: float = 0.05) -> Pace:
+    """Of a replica at which somebody waits all the time."""
     one = Pace(clock)
-    for _ in range(seconds * int(per_s)):
-        clock.now += 1 / per_s
-        one.ended(1)
+    for number in range(1, round(seconds / step_s) + 1):
+        clock.now += step_s
+        one.waited(step_s, num_ended=int(number * step_s * per_s) - int((number - 1) * step_s * per_s))
     return one
 
 
@@ -82,6 +83,26 @@ def test_a_pace_is_measured_and_forgotten() -> None:
     assert one.per_s == pytest.approx(2.0, rel=0.1)
     clock.now += WINDOW_S + 1
     assert one.per_s is None
+
+
+def test_time_in_which_nobody_waits_says_nothing_of_the_pace() -> None:
+    """A request each ten seconds is what was asked for; of what could be done it says nothing."""
+    clock = Clock()
+    one = pace(clock, per_s=8, seconds=2)
+    clock.now += 15.0
+    assert one.per_s == pytest.approx(8.0)
+    for _ in range(20):
+        clock.now += 0.05
+        one.waited(0.05, num_ended=0)  # long answers now
+    assert one.per_s == pytest.approx(16 / 3)
+
+
+def test_too_few_endings_make_no_pace() -> None:
+    clock = Clock()
+    one = pace(clock, per_s=1, seconds=3)
+    assert one.per_s is None
+    one.waited(1.0, num_ended=1)
+    assert one.per_s == pytest.approx(1.0)
 
 
 def test_nobody_is_sent_away_for_ever() -> None:

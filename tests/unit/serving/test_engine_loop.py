@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dspark.engine.engine import Engine
+from dspark.serving.admission import Pace
 from dspark.serving.engine_loop import EngineLoop, EngineStopped, _Abort, _Add, _Receiver
 from dspark.serving.metrics import ReplicaMetrics
 from dspark.speculation.fleet import Share
@@ -95,6 +96,23 @@ def test_one_that_is_refused_ends_those_it_began_with_and_no_other_of_its_name(l
         assert await wait_until(lambda: is_empty(loop.engine))
 
     asyncio.run(run())
+
+
+def test_a_pace_is_made_while_more_is_open_than_runs_at_once(tiny_target: Path) -> None:
+    """Endings of a replica that has room for more tell what was asked for, and no burst may be refused by them."""
+    pace = Pace()
+    loop = EngineLoop(make_engine(load(tiny_target), max_running_requests=4), ReplicaMetrics(), pace=pace)
+    loop.start()
+
+    async def burst(num: int) -> None:
+        await asyncio.gather(*(outputs_of(loop, request([5 + i], str(i), max_tokens=8)) for i in range(num)))
+
+    for _ in range(3):
+        asyncio.run(burst(4))
+    assert pace.per_s is None
+    asyncio.run(burst(24))
+    assert pace.per_s is not None
+    loop.stop()
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

@@ -128,6 +128,23 @@ def test_the_replicas_are_asked_while_requests_come_and_not_by_each_of_them(monk
     asyncio.run(run())
 
 
+def test_a_burst_after_a_quiet_time_is_taken(replica: TargetReplica) -> None:
+    """One request after the other ended as they came, which says nothing of how many could have."""
+    config = serve_config("unused", limits={"max_wait_s": 1.0, "max_output_tokens": 200})
+
+    async def talk(client: httpx.AsyncClient) -> list[int]:
+        for _ in range(6):
+            await client.post(TEXT, json=completion(max_tokens=2))
+            await asyncio.sleep(0.15)
+        await asyncio.sleep(0.5)
+        await client.post(TEXT, json=completion(max_tokens=2))  # so that the replicas are asked now
+        await asyncio.sleep(0)
+        answers = await asyncio.gather(*(client.post(TEXT, json=completion(max_tokens=2)) for _ in range(32)))
+        return [answer.status_code for answer in answers]
+
+    assert ask(replica, config, talk) == [200] * 32
+
+
 def test_a_flood_is_refused_with_the_time_to_come_back_and_who_was_let_in_is_answered_in_time(
     replica: TargetReplica,
 ) -> None:
@@ -135,7 +152,7 @@ def test_a_flood_is_refused_with_the_time_to_come_back_and_who_was_let_in_is_ans
     config = serve_config("unused", limits={"max_wait_s": 0.2, "max_output_tokens": 200})
 
     async def talk(client: httpx.AsyncClient) -> tuple[list[httpx.Response], float, str]:
-        await asyncio.gather(*(client.post(TEXT, json=completion()) for _ in range(8)))
+        await asyncio.gather(*(client.post(TEXT, json=completion()) for _ in range(24)))  # two thirds of them wait
         await asyncio.sleep(0.6)
         await client.post(TEXT, json=completion())  # so that the replicas are asked now
         loop = asyncio.get_running_loop()
