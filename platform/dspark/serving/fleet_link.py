@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from dspark.engine.engine import Engine
+from dspark.engine.running import RunningRequest
 from dspark.errors import one_line
 from dspark.provenance import fingerprint
 from dspark.serving.fleet_config import FleetConfig
@@ -136,7 +137,7 @@ class LoadMeter:
         if new["predicted_s"] > 0:
             self._drift += NEWEST_WEIGHT * (new["measured_s"] / new["predicted_s"] - self._drift)
         engine = self._engine
-        rows = [(one.request.priority, one.estimate.survival(engine.block_size)) for one in engine.running]
+        rows = [(one.request.priority, _up_for_drafting(one, engine)) for one in engine.running]
         return ReplicaReport(
             replica_id=self._replica_id,
             sequence=sequence,
@@ -157,3 +158,12 @@ class LoadMeter:
             "predicted_s": stats.schedule.predicted_s,
             "measured_s": stats.schedule.measured_s,
         }
+
+
+def _up_for_drafting(running: RunningRequest, engine: Engine) -> list[float]:
+    """Survival of the draft tokens that the request may get from the drafter: none while it reads, has a copy, or is
+    not drafted for at all."""
+    if running.is_copied or not running.is_prefilled or not running.is_draftable:
+        return []
+    fixed = engine.policy.fixed_length(running)
+    return running.estimate.survival(engine.block_size)[:fixed]

@@ -9,6 +9,9 @@ import pytest
 
 from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.draft_runner import NGramDraftRunner
+from dspark.engine.engine import Engine
+from dspark.engine.lookup import LookupConfig
+from dspark.engine.running import RunningRequest
 from dspark.serving.config import FleetConfig
 from dspark.serving.fleet_link import FleetLink, LoadMeter
 from dspark.speculation.cost_curve import CostCurve
@@ -182,3 +185,40 @@ def test_a_meter_without_a_curve_has_a_measured_step(tiny_target: Path) -> None:
     report = meter.report(1, True)
     assert (report.curve, report.curve_id, report.drift) == (None, "", 1.0)
     assert report.step_s > 0
+
+
+def told_of(engine: Engine) -> list[float]:
+    """Survival of the only request, by the report."""
+    (group,) = LoadMeter(engine, "r").report(1).groups
+    assert group.num_requests == 1
+    return list(group.survival)
+
+
+def test_whoever_is_not_drafted_for_takes_no_share_of_the_drafters(tiny_target: Path) -> None:
+    """It decodes beside the others, and so it is counted; but nothing of it is up for drafting."""
+    model, curve = load(tiny_target), CostCurve((1, 64), (1e-4, 1e-3))
+
+    def engine_with(num_steps: int = 3, *, max_batch_tokens: int = 256, **options: Any) -> tuple[Engine, RunningRequest]:
+        drafts = NGramDraftRunner(NGramDrafter())
+        lookup = LookupConfig()
+        engine = make_engine(model, drafts, curve=curve, lookup=lookup, max_batch_tokens=max_batch_tokens)
+        engine.add(request(PROMPTS[2], max_tokens=60, **options))
+        for _ in range(num_steps):
+            engine.step()
+        return engine, engine.running[0]
+
+    engine, running = engine_with()
+    assert running.copies is not None
+    running.copies.is_used = False
+    expected = running.estimate.survival(engine.block_size)
+    assert told_of(engine) == pytest.approx(expected)
+    running.copies.is_used = True
+    assert told_of(engine) == []
+    running.copies.is_used, running.is_draftable = False, False  # longer than the drafter's context
+    assert told_of(engine) == []
+    assert told_of(engine_with(verify_length=0)[0]) == []
+    engine, running = engine_with(verify_length=2)
+    assert told_of(engine) == pytest.approx(running.estimate.survival(2))  # it is drafted for, to that length
+    engine, running = engine_with(max_batch_tokens=8)
+    assert not running.is_prefilled
+    assert told_of(engine) == []
