@@ -70,7 +70,8 @@ class EngineLoop:
     """Owns the thread that steps the engine. `generate` is for one event loop, the rest for any thread.
 
     share: asked before every step for the bounds on what it drafts and verifies; it must not wait for anything.
-    pace: told of the steps in which more is open than runs at once. on_failure: called in the engine's thread when the engine has failed and every request has been told.
+    pace: told of the steps in which more is open than runs at once. on_failure: called in the engine's thread when the
+    engine has failed and every request has been told.
     """
 
     def __init__(

@@ -198,7 +198,9 @@ def test_whoever_is_not_drafted_for_takes_no_share_of_the_drafters(tiny_target: 
     """It decodes beside the others, and so it is counted; but nothing of it is up for drafting."""
     model, curve = load(tiny_target), CostCurve((1, 64), (1e-4, 1e-3))
 
-    def engine_with(num_steps: int = 3, *, max_batch_tokens: int = 256, **options: Any) -> tuple[Engine, RunningRequest]:
+    def engine_with(
+        num_steps: int = 3, *, max_batch_tokens: int = 256, **options: Any
+    ) -> tuple[Engine, RunningRequest]:
         drafts = NGramDraftRunner(NGramDrafter())
         lookup = LookupConfig()
         engine = make_engine(model, drafts, curve=curve, lookup=lookup, max_batch_tokens=max_batch_tokens)
