@@ -14,12 +14,13 @@ Legend: R requests, n tokens, m captured layers, d hidden size.
 """
 
 import logging
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from dspark.attention.page_pool import PageTable
 from dspark.drafters import AnyDrafterConfig
 from dspark.engine.draft_messages import (
     MAX_TOKENS_BESIDE,
-    ContextPart,
     DraftAnswer,
     DraftAsk,
     DraftLink,
@@ -39,7 +39,14 @@ from dspark.engine.draft_messages import (
 )
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.feature_store import FeatureStore
-from dspark.engine.remote_draft_state import Pause, RemoteDraftConfig, RemoteDraftStats, RemoteMemory
+from dspark.engine.remote_draft_state import (
+    ClosedHandles,
+    Pause,
+    RemoteDraftConfig,
+    RemoteDraftStats,
+    RemoteMemory,
+    Sent,
+)
 from dspark.errors import one_line
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.proposal import Proposal
@@ -50,18 +57,6 @@ REST_S = 1.0  # of a context that was refused
 FAILURES = (DraftUnavailable, TimeoutError, CancelledError)
 
 log = logging.getLogger("dspark.engine")
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A message on its way. closed: what it says is not needed any more; memories, handles: of its parts, the
-    former as long as their requests run."""
-
-    answer: "Future[DraftAnswer]"
-    closed: tuple[int, ...]
-    memories: list["weakref.ref[RemoteMemory]"]
-    handles: frozenset[int]
-    num_tokens: int
 
 
 class RemoteDraftRunner:
@@ -97,9 +92,12 @@ class RemoteDraftRunner:
         self._name, self._identity, self._device = name, identity, device
         self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=device), None, None)
         self._pause = Pause(clock)
-        self._ahead: deque[_Sent] = deque()  # that nobody waits for
-        self._closed: set[int] = set()
-        self._num_messages = self._num_handles = self._num_open = 0
+        self._ahead: deque[Sent] = deque()  # that nobody waits for
+        self._closed = ClosedHandles()
+        self._goodbye: Future[DraftAnswer] | None = None  # to a message that says nothing but what is closed
+        self._saying = threading.RLock()  # a memory may be dropped in the midst of it
+        self._sequence = count(1)
+        self._num_handles = self._num_open = 0
         self._ahead.append(self._post([], [], AHEAD_TIMEOUT_S))  # so that the way is open before a step waits for it
 
     def deadline_s(self, num_requests: int) -> float:
@@ -173,7 +171,7 @@ class RemoteDraftRunner:
 
     def _send_ahead(self, memories: Sequence[RemoteMemory]) -> None:
         """Start contexts on their way that are too long to come with a request for a proposal."""
-        room = MAX_TOKENS_AHEAD - sum(one.num_tokens for one in self._ahead)
+        room = MAX_TOKENS_AHEAD - sum(one.num_tokens for one in list(self._ahead))
         parts = []
         for memory in memories:
             if memory.is_ahead or memory.num_behind <= MAX_TOKENS_BESIDE or self._clock() < memory.rests_until:
@@ -189,36 +187,35 @@ class RemoteDraftRunner:
 
     def _collect(self) -> None:
         """Take note of what became of that."""
-        waiting: deque[_Sent] = deque()
-        for sent in self._ahead:
-            if not sent.answer.done():
-                waiting.append(sent)
-                continue
+        for sent in [one for one in list(self._ahead) if one.answer.done()]:
+            if sent not in self._ahead:
+                continue  # a memory that was dropped here had it taken note of
+            self._ahead.remove(sent)
             memories = [memory for ref in sent.memories if (memory := ref()) is not None]
             for memory in memories:
                 memory.is_ahead = False
             try:
                 replies = self._accept(sent)
             except FAILURES as error:
-                self._closed |= sent.handles - {memory.handle for memory in memories}  # it may have come all the same
+                # It may have come all the same.
+                self._closed.add(sent.handles - {memory.handle for memory in memories})
                 self._lose(error)
                 continue
             for memory in memories:
                 self._take_note(memory, replies.get(memory.handle))
-        self._ahead = waiting
 
-    def _accept(self, sent: _Sent, timeout_s: float | None = None) -> dict[int, DraftReply]:
+    def _accept(self, sent: Sent, timeout_s: float | None = None) -> dict[int, DraftReply]:
         """Replies by handle. Raises: one of FAILURES without an answer, or when nothing is drafted for this engine."""
         answer = sent.answer.result(timeout_s)
         if answer.refusal is not None:
-            self._closed.difference_update(sent.closed)  # it keeps nothing of this engine
+            self._closed.drop(sent.closed)  # it keeps nothing of this engine
             raise DraftUnavailable(answer.refusal)
         if not self.stats.is_up:
             log.info("the draft replica answers again")
         self.stats.is_up = True
         self._pause.end()
-        on_their_way = {handle for one in self._ahead if not one.answer.done() for handle in one.handles}
-        self._closed.difference_update(set(sent.closed) - on_their_way)  # what comes late would open them again
+        on_their_way = {handle for one in list(self._ahead) if not one.answer.done() for handle in one.handles}
+        self._closed.drop(set(sent.closed) - on_their_way)  # what comes late would open them again
         return {reply.handle: reply for reply in answer.replies}
 
     def _take_note(self, memory: RemoteMemory, reply: DraftReply | None) -> None:
@@ -241,26 +238,25 @@ class RemoteDraftRunner:
         # The answer keeps it, and it would keep the frames that asked, and in them requests that have ended.
         error.__traceback__ = None
 
-    def _post(self, parts: Sequence[tuple[RemoteMemory, int]], asks: Sequence[DraftAsk], timeout_s: float) -> _Sent:
+    def _post(self, parts: Sequence[tuple[RemoteMemory, int]], asks: Sequence[DraftAsk], timeout_s: float) -> Sent:
         """Send what the draft replica lacks of each context up to a position, and everything that was closed."""
         rows = [self._store.read(memory.table, memory.num_there, stop) for memory, stop in parts]
         features = torch.cat(rows) if rows else torch.empty(0, 0, dtype=self._store.dtype)
-        self._num_messages += 1
         self.stats.messages += 1
         message = DraftMessage(
             sender=self._name,
-            sequence=self._num_messages,
+            sequence=next(self._sequence),
             identity=self._identity,
-            parts=tuple(_part(memory, stop) for memory, stop in parts),
+            parts=tuple(memory.part(stop) for memory, stop in parts),
             asks=tuple(asks),
-            closed=tuple(self._closed),
+            closed=self._closed.said(),
             features=to_array(features),
             dtype=str(features.dtype).removeprefix("torch."),
             timeout_s=timeout_s,
         )
         memories = [weakref.ref(memory) for memory, _ in parts]
         handles = frozenset(memory.handle for memory, _ in parts)
-        return _Sent(self._link.post(message), message.closed, memories, handles, num_tokens=features.shape[0])
+        return Sent(self._link.post(message), message.closed, memories, handles, num_tokens=features.shape[0])
 
     def _asked(self, request: DraftRequest) -> DraftAsk:
         uniforms = None
@@ -282,16 +278,21 @@ class RemoteDraftRunner:
 
     def _forget(self, handle: int) -> None:
         self._num_open -= 1
-        self._closed.add(handle)
+        self._closed.add([handle])
         self._collect()
-        if not self._num_open:
-            # No step may come that would take it along. Nobody waits for this one, whether the link is down or not, and
-            # what is still on its way and overtaken by it opens nothing there.
-            self._ahead.append(self._post([], [], AHEAD_TIMEOUT_S))
+        self._say_goodbye()
 
+    def _say_goodbye(self, _: "Future[DraftAnswer] | None" = None) -> None:
+        """Say what is closed when no step may come that would take it along. From any thread.
 
-def _part(memory: RemoteMemory, stop: int) -> ContextPart:
-    """What is committed from where the draft replica's context ends up to `stop`, and the anchor where that is all."""
-    last = len(memory.token_ids) if stop == memory.num_features else stop
-    ids = tuple(memory.token_ids[memory.num_there : last])
-    return ContextPart(memory.handle, memory.num_there, ids, stop - memory.num_there)
+        Nobody waits for this one, whether the link is down or not, and what is still on its way and overtaken by it
+        opens nothing there. There is one at a time: when it is back, another one says what was closed meanwhile.
+        """
+        with self._saying:
+            is_on_its_way = self._goodbye is not None and not self._goodbye.done()
+            if self._num_open or is_on_its_way or not self._closed.has_news:
+                return
+            sent = self._post([], [], AHEAD_TIMEOUT_S)
+            self._ahead.append(sent)
+            self._goodbye = sent.answer
+        sent.answer.add_done_callback(self._say_goodbye)

@@ -1,13 +1,17 @@
 """What an engine knows of drafting elsewhere: its settings, each request's context there, the link's state."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pydantic import Field
 
 from dspark.attention.page_pool import PageTable
 from dspark.config import Config
+from dspark.engine.draft_messages import ContextPart, DraftAnswer
 
+MOST_CLOSED = 4096  # handles that are said; of older ones the draft replica notices that nobody speaks of them
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # of a link that is down
 
 
@@ -46,6 +50,53 @@ class RemoteMemory:
     @property
     def num_behind(self) -> int:
         return self.num_features - self.num_there
+
+    def part(self, stop: int) -> ContextPart:
+        """What is committed behind the draft replica's context up to `stop`; the anchor, too, if that is all."""
+        last = len(self.token_ids) if stop == self.num_features else stop
+        return ContextPart(
+            self.handle, self.num_there, tuple(self.token_ids[self.num_there : last]), stop - self.num_there
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A message on its way. closed: what it says is not needed any more; memories, handles: of its parts, the
+    former as long as their requests run."""
+
+    answer: "Future[DraftAnswer]"
+    closed: tuple[int, ...]
+    memories: list["weakref.ref[RemoteMemory]"]
+    handles: frozenset[int]
+    num_tokens: int
+
+
+class ClosedHandles:
+    """Contexts that are not needed any more, as far as the draft replica is not known to have heard of it; the newest
+    ones, so that a link that is down makes no message longer and longer. has_news: there are some that no message
+    says yet."""
+
+    def __init__(self) -> None:
+        self.has_news = False
+        self._handles: dict[int, None] = {}
+
+    def add(self, handles: Iterable[int]) -> None:
+        """They are closed."""
+        for handle in handles:
+            self._handles[handle] = None
+            self.has_news = True
+        while len(self._handles) > MOST_CLOSED:
+            self._handles.pop(next(iter(self._handles)), None)
+
+    def said(self) -> tuple[int, ...]:
+        """All of them, for a message."""
+        self.has_news = False  # first: what is added by another thread meanwhile is news again
+        return tuple(self._handles)
+
+    def drop(self, handles: Iterable[int]) -> None:
+        """There is no need to say these again."""
+        for handle in handles:
+            self._handles.pop(handle, None)
 
 
 @dataclass

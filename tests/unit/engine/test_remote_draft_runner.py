@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from draft_pool import DirectLink, Fate, Ticks, make_server, remote_runner
+from dspark.attention.page_pool import PageTable
 from dspark.drafters.checkpoint import load_drafter
+from dspark.engine.draft_messages import DraftAnswer, DraftMessage, DraftUnavailable
 from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.draws import Draws
 from dspark.engine.loading import paged_runner
 from dspark.engine.remote_draft_runner import RemoteDraftRunner
+from dspark.engine.remote_draft_state import MOST_CLOSED
 from dspark.engine.sampling import SamplingParams
 from dspark.engine.step import StepOutput
 from dspark.speculation.cost_curve import CostCurve
@@ -287,6 +291,58 @@ def test_the_last_request_is_forgotten_there_whatever_else_is_on_its_way(model, 
     assert not link.messages[0].parts
     assert engine.stats.drafted > 0
     assert link.server.num_contexts == 0
+
+
+class Hanging:
+    """A link on which nothing comes back until the test says what."""
+
+    def __init__(self) -> None:
+        self.messages: list[DraftMessage] = []
+        self.answers: list[Future[DraftAnswer]] = []
+
+    def post(self, message: DraftMessage) -> "Future[DraftAnswer]":
+        self.messages.append(message)
+        self.answers.append(Future())
+        return self.answers[-1]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["answered", "lost"])
+def test_what_is_closed_is_said_by_one_message_at_a_time_and_all_of_it_in_the_end(dspark, is_lost):
+    """One request after the other, each the last one, over a link that hangs."""
+    link = Hanging()
+    runner = remote_runner(dspark, link)
+
+    def come_back() -> None:
+        if is_lost:
+            link.answers[-1].set_exception(DraftUnavailable("the link is cut"))
+        else:
+            link.answers[-1].set_result(DraftAnswer(()))
+
+    for _ in range(2000):
+        runner.new_memory(PageTable([], 4))  # and gone
+    assert [message.closed for message in link.messages] == [(), (0,)]
+    assert len(runner._ahead) == 2
+    come_back()
+    assert len(link.messages) == 3
+    assert set(link.messages[-1].closed) >= set(range(1, 2000))
+    come_back()
+    assert len(link.messages) == 3, "nothing was closed meanwhile"
+    open_still = runner.new_memory(PageTable([], 4))
+    runner.new_memory(PageTable([], 4))
+    assert len(link.messages) == 3, "what the next step sends says it"
+    del open_still
+    assert set(link.messages[-1].closed) >= {2000, 2001}
+    assert len(link.messages[-1].closed) == (2002 if is_lost else 2)
+    assert len(runner._ahead) == 2
+
+
+def test_a_link_that_is_down_for_long_makes_no_message_longer_and_longer(dspark):
+    link = Hanging()
+    runner = remote_runner(dspark, link)
+    for _ in range(MOST_CLOSED + 100):
+        runner.new_memory(PageTable([], 4))
+    link.answers[-1].set_result(DraftAnswer(()))
+    assert link.messages[-1].closed == tuple(range(100, MOST_CLOSED + 100))
 
 
 def test_a_link_that_failed_keeps_no_request_alive(model, dspark):
