@@ -1,4 +1,4 @@
-"""Two target replicas, a draft replica and the fleet scheduler on Ray, and what becomes of streams when it is killed."""
+"""Two target replicas and a draft replica in a fleet on Ray, and what becomes of their streams when it is killed."""
 
 import asyncio
 import itertools
@@ -12,8 +12,8 @@ from ray import serve
 
 from dspark.serving.app import draft_deployment, target_deployment
 from dspark.serving.config import ServeConfig
-from dspark.serving.draft_replica import LEAST_BATCHES
 from dspark.serving.openai_schema import CompletionRequest, Refusal
+from dspark.speculation.draft_supply import LEAST_CALLS
 from local_cluster import replicas_of, start_local_cluster
 from tiny_drafter import make_tiny_drafter
 from tiny_serving import MODEL, serve_config
@@ -116,7 +116,7 @@ def test_a_draft_replica_killed_amid_streams_costs_no_token_and_drafting_comes_b
 
     def has_offered() -> bool:
         asyncio.run(answers(targets, "o", 8))
-        return of_drafts()["batches"] >= LEAST_BATCHES
+        return of_drafts()["batches"] >= LEAST_CALLS
 
     assert wait_for(has_offered, seconds=30)
     time.sleep(LEASE_S)  # the offer has come, and a lease by it

@@ -36,6 +36,8 @@ from dspark.engine.draft_messages import (
     split_features,
 )
 from dspark.engine.draft_runner import DraftRequest, DraftRunner
+from dspark.speculation.draft_supply import CallSeconds
+from dspark.speculation.fleet import DraftSupply
 
 MOST_CLOSED = 8192  # handles that are remembered: what comes late must not open them again
 PIECE_TOKENS = 256  # of a waiting context, handed on between two batches: what a batch waits for at most
@@ -93,7 +95,10 @@ class _Context:
 
 
 class DraftServer:
-    """Not thread-safe: one thread serves. identity: of drafter and target; whoever names another is refused."""
+    """Not thread-safe: one thread serves. identity: of drafter and target; whoever names another is refused.
+
+    calls: what its passes took. prior: what they take by the drafter's cost curve.
+    """
 
     def __init__(
         self,
@@ -102,10 +107,12 @@ class DraftServer:
         identity: str,
         config: DraftServerConfig,
         device: torch.device | None = None,
+        prior: DraftSupply | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """runner: with room for config.num_pages pages of config.page_size tokens, on `device`; None is the CPU."""
         self.stats = DraftServerStats()
+        self.calls = CallSeconds(prior)
         self.pool = PagePool(config.num_pages)
         self._runner, self._identity, self._config, self._clock = runner, identity, config, clock
         self._device = device or torch.device("cpu")
@@ -244,7 +251,9 @@ class DraftServer:
             self.stats.drafted_tokens += ask.max_tokens
         self.stats.batches += 1
         self.stats.drafted += len(chosen)
-        self.stats.draft_s += time.perf_counter() - started
+        draft_s = time.perf_counter() - started
+        self.stats.draft_s += draft_s
+        self.calls.note(len(chosen), draft_s)
 
     def _is_ready(self, context: _Context, ask: DraftAsk, sequence: int) -> bool:
         """Whether to draft: not what was answered before, nor behind another context than the asker means."""

@@ -10,6 +10,7 @@ from dspark.evaluation.plots import fleet_plot
 from dspark.evaluation.simulated_rounds import RoundPool
 from dspark.evaluation.simulated_rules import Policy
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.draft_supply import drafter_of, joined
 from dspark.speculation.fleet import DraftSupply
 
 Row = dict[str, Any]
@@ -34,8 +35,12 @@ def policies(block_size: int, *, min_gain: float = 0.0) -> list[Policy]:
 
 
 def shared_drafters(curve: CostCurve, number: int) -> DraftSupply | None:
-    """So many drafters as fast as the curve says; None for 0: each replica has its own."""
-    return DraftSupply(float(number), curve.draft_requests, curve.draft_s) if number else None
+    """So many drafters as fast as the curve says, as draft replicas offer them that know it; None for 0: each replica
+    has its own. Raises: ValueError where the curve says nothing of drafting."""
+    drafter = drafter_of(curve)
+    if number and drafter is None:
+        raise ValueError("the cost curve says nothing of drafting; profile with a drafter, or share none")
+    return joined([drafter] * number) if drafter is not None else None
 
 
 def simulate(

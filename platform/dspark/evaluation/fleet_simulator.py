@@ -11,7 +11,7 @@ which decides as `engine/policy.py` does, and shares come from the very function
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from dspark.evaluation.simulated_rules import (
     threshold_lengths,
 )
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.draft_supply import CallSeconds, joined
 from dspark.speculation.fleet import FREE, DraftSupply, ReplicaReport, Share, allocate_shares, summarise
 
 SLICE = 0.2  # of the shortest step: replicas that begin one within it do so together
@@ -66,10 +67,14 @@ class FleetSetup:
 
 
 class Drafters:
-    """Shared drafters as a queue: a call takes the first that is free. cost: seconds of a call by its requests."""
+    """Shared drafters as a queue: a call takes the first that is free. supply: all of them, a call's cost in seconds.
+
+    They offer what draft replicas offer: what their calls lately took.
+    """
 
     def __init__(self, supply: DraftSupply, number: int) -> None:
         self._supply = supply
+        self._calls = CallSeconds(replace(supply, per_s=1.0))
         self._free_at = [0.0] * number
 
     def wait(self, now: Floats, num_drafted: Indices) -> Floats:
@@ -78,10 +83,16 @@ class Drafters:
         waits = np.zeros(len(now))
         for i in np.argsort(now, kind="stable"):
             if num_drafted[i]:
+                self._calls.note(int(num_drafted[i]), float(seconds[i]))
                 begins = max(float(now[i]), self._free_at[0])
                 waits[i] = begins - now[i]
                 heapq.heapreplace(self._free_at, begins + float(seconds[i]))
         return waits
+
+    def offered(self, max_load: float) -> DraftSupply | None:
+        """What the scheduler makes of their offers."""
+        one = self._calls.supply()
+        return None if one is None else joined([one] * len(self._free_at), max_load=max_load)
 
 
 class FleetSimulator:
@@ -272,9 +283,7 @@ class FleetSimulator:
             rows = [(int(tiers[r]), expected[i, r].tolist()) for r in np.flatnonzero(active)]
             groups = summarise(rows)
             reports.append(ReplicaReport(str(i), 1, groups, "curve", setup.curve, drift=float(self._drift[i])))
-        supply = setup.supply
-        if supply is not None:
-            supply = DraftSupply(setup.max_draft_load * supply.per_s, supply.requests, supply.cost)
+        supply = None if self._drafters is None else self._drafters.offered(setup.max_draft_load)
         minimum = {tier: (1 + setup.speed_headroom) * speed for tier, speed in setup.minimum.items()}
         shares = allocate_shares(reports, supply, minimum)
         self._shares = [shares[str(i)] for i in range(len(reports))]

@@ -24,11 +24,9 @@ from dspark.errors import DsparkError, one_line
 from dspark.serving.config import ServeConfig
 from dspark.serving.draft_inputs import DraftInputs
 from dspark.serving.scheduler_actor import offer_drafter
-from dspark.speculation.fleet import DraftSupply
 from dspark.transfer import local_folder
 
 OFFERS_PER_LEASE = 4
-LEAST_BATCHES = 50  # that make a pace
 
 log = logging.getLogger("dspark")
 
@@ -159,22 +157,15 @@ class DraftReplica:
 
     def _offer(self, config: ServeConfig) -> None:
         """Tell the fleet scheduler again and again what this replica can do; it may be missing in any way."""
+        assert self._loop is not None
         name = uuid.uuid4().hex
         while not self._stopping.wait(config.fleet.lease_ttl_s / OFFERS_PER_LEASE):
             try:
-                supply = self._supply()
+                supply = self._loop.server.calls.supply()
                 if supply is not None:
                     offer_drafter(config.fleet, name, supply)
             except Exception as error:
                 log.debug("no offer: %s: %s", type(error).__name__, one_line(error))
-
-    def _supply(self) -> DraftSupply | None:
-        """Blocks per second of drafting, in calls of the size that it gets; None before that is known."""
-        assert self._loop is not None
-        stats = self._loop.server.stats
-        if stats.batches < LEAST_BATCHES:
-            return None
-        return DraftSupply(stats.drafted / stats.draft_s)
 
     async def draft(self, message: DraftMessage) -> DraftAnswer:
         """The answer to an engine's message. Raises: DraftReplicaStopped."""

@@ -14,6 +14,7 @@ import ray
 from dspark.provenance import fingerprint
 from dspark.serving.fleet_config import FleetConfig
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.draft_supply import joined
 from dspark.speculation.fleet import FREE, DraftSupply, Lease, ReplicaReport, Share, allocate_shares
 
 Exchange = Callable[[ReplicaReport], Lease]
@@ -126,11 +127,7 @@ class FleetScheduler:
         for, and a replica whose drafter is away notices by itself."""
         if self._config.draft_blocks_per_s is not None:
             return DraftSupply(self._config.max_draft_load * self._config.draft_blocks_per_s)
-        if not self._supplies:
-            return None
-        per_s = self._config.max_draft_load * sum(supply.per_s for supply in self._supplies.values())
-        like = next(iter(self._supplies.values()))
-        return replace(like, per_s=per_s)
+        return joined(list(self._supplies.values()), max_load=self._config.max_draft_load)
 
     async def _exit_when_idle(self) -> None:
         """A detached actor outlives the application that made it; this one ends when nobody reports any more."""

@@ -1,9 +1,11 @@
 """Both sides of a draft link from a target and a drafter's folder: what does not fit does not start, or is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draft_pool import DirectLink
 from dspark.engine.config import EngineConfig
@@ -14,6 +16,8 @@ from dspark.engine.remote_draft_runner import RemoteDraftRunner
 from dspark.engine.remote_draft_state import RemoteDraftConfig
 from dspark.engine.remote_drafts import RemoteDrafts
 from dspark.errors import Mismatch, MissingInput
+from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
+from dspark.speculation.draft_supply import drafter_of
 from dspark.targets import TargetConfig
 from tiny_drafter import make_tiny_drafter
 from tiny_engine import PROMPTS, ids_of, request, run
@@ -80,3 +84,15 @@ def test_without_a_drafter_there_is_no_server(tiny_target, tmp_path):
 def test_features_that_take_more_memory_than_allowed_are_refused_with_both_figures(tiny_target, folder):
     with pytest.raises(ValueError, match=r"1,024 tokens take 524,288 bytes .* max_feature_bytes \(1,000\)"):
         remote_engine(target_of(tiny_target), folder, DirectLink(lambda: None), max_feature_bytes=1000)  # type: ignore[arg-type, return-value]
+
+
+def test_a_server_knows_its_drafters_cost_curve_where_there_is_one_of_this_hardware(tiny_target, tmp_path):
+    folder, target = make_tiny_drafter(tmp_path / "drafter", tiny_target), target_of(tiny_target)
+    assert load_draft_server(target, str(folder), config=SERVER).calls.supply() is None
+    fingerprint = hardware_fingerprint("cpu", torch.float32, 1, target.name)
+    curve = CostCurve((1, 8), (0.01, 0.02), (1, 8), (0.002, 0.004), fingerprint=fingerprint)
+    curve.save(folder / "cost_curve.json")
+    assert load_draft_server(target, str(folder), config=SERVER).calls.supply() == drafter_of(curve)
+    replace(curve, fingerprint={"device": "another"}).save(tmp_path / "other.json")
+    (tmp_path / "other.json").replace(folder / "cost_curve.json")
+    assert load_draft_server(target, str(folder), config=SERVER).calls.supply() is None

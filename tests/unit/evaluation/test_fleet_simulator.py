@@ -20,8 +20,12 @@ from dspark.evaluation.fleet_comparison import (
 from dspark.evaluation.fleet_simulator import Drafters, FleetSetup, FleetSimulator
 from dspark.evaluation.simulated_rounds import RoundPool, modelled_rounds
 from dspark.evaluation.simulated_rules import Policy
+from dspark.serving.config import FleetConfig
+from dspark.serving.scheduler_actor import FleetScheduler
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.draft_supply import LEAST_CALLS
 from dspark.speculation.fleet import DraftSupply
+from dspark.speculation.fleet_options import drafting_cost
 
 CURVE = CostCurve(
     (1, 8, 64, 256, 1024), (0.010, 0.0105, 0.014, 0.030, 0.110), (1, 8, 64), (0.0025, 0.003, 0.006), request_s=2e-5
@@ -123,6 +127,32 @@ def test_calls_queue_for_the_drafter_that_is_free_first() -> None:
     drafters = Drafters(DraftSupply(2.0, (1, 11), (0.1, 1.1)), 2)
     now, sizes = np.array([0.0, 0.0, 0.05, 0.02]), np.array([1, 11, 1, 0])
     assert drafters.wait(now, sizes) == pytest.approx([0.0, 0.0, 0.05, 0.0])
+
+
+def test_simulated_drafters_offer_what_draft_replicas_offer(pool: RoundPool) -> None:
+    """Both say what their calls took, and the actor's way of putting offers together is the simulator's."""
+    simulator = FleetSimulator(unequal(3, number=6), FLEET, pool)
+    drafters = simulator._drafters
+    assert drafters is not None
+    before, by_curve = drafters.offered(1.0), shared_drafters(CURVE, 3)
+    assert before is not None
+    assert by_curve is not None
+    assert (before.requests, before.per_s) == (by_curve.requests, by_curve.per_s)
+    assert before.cost == pytest.approx(by_curve.cost)
+    simulator.run(0.5)
+    one, together = drafters._calls.supply(), drafters.offered(FleetConfig().max_draft_load)
+    assert drafters._calls.num_calls > LEAST_CALLS
+    assert one is not None
+    assert together is not None
+    scheduler = FleetScheduler(FleetConfig(), cpu_clock=lambda: 0.0)
+    for name in ("a", "b", "c"):
+        scheduler.take_offer(name, one, now=0.0)
+    assert scheduler._supply() == together
+    assert together.per_s == pytest.approx(3 * FleetConfig().max_draft_load)
+    sizes = np.arange(1, 17)
+    told = drafting_cost(sizes, together.requests, together.cost)
+    # A mean per range of sizes, and straight lines from one to the next.
+    assert told == pytest.approx(drafting_cost(sizes, CURVE.draft_requests, CURVE.draft_s), rel=0.05)
 
 
 def test_equal_seeds_are_equal_runs(pool: RoundPool) -> None:

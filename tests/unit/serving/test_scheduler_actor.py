@@ -94,6 +94,14 @@ def test_without_any_offer_the_local_rule_is_free_or_drafting_would_never_come_b
     assert scheduler.lease(report("a", 3), now=3.3).share == Share(max_drafted=3)
 
 
+def test_unlike_drafters_count_as_what_they_are_together() -> None:
+    """By the table of the first one alone it would be twice as many."""
+    scheduler = shared(draft_blocks_per_s=None)
+    scheduler.take_offer("fast", DraftSupply(1.0, (1, 11), (0.019, 0.209)), now=0.0)
+    scheduler.take_offer("slow", DraftSupply(1.0, (1, 11), (0.059, 0.649)), now=0.0)
+    assert scheduler.lease(report("a", 1), now=0.1).share == Share(max_drafted=5)  # of 39 ms each, in 2 s a second
+
+
 def test_a_tier_below_its_minimum_gets_weight() -> None:
     scheduler = shared(draft_blocks_per_s=20.0, min_tokens_per_s={-1: 17.0}, speed_headroom=0.1)
     scheduler.lease(report("a", 1, requests=2, gain=0.7, tier=-1), now=0.0)
