@@ -18,12 +18,14 @@ LONGEST_RETRY_S = 60
 @dataclass(frozen=True)
 class Room:
     """Of a replica, or of all of them together, in choices: those that are open, that run at once, and that may be open
-    at most. per_s: those that end in a second while others wait, of late; None while there is no pace."""
+    at most. per_s: those that end in a second while others wait, of late; None while there is no pace. num_ahead: of
+    those open, such as a new one does not pass by its priority; None: all."""
 
     num_open: int
     max_running: int
     most: int
     per_s: float | None
+    num_ahead: int | None = None
 
     def wait_s(self, num_before: float) -> float | None:
         """Seconds until so many have ended; None while there is no pace."""
@@ -77,7 +79,8 @@ def refusal(room: Room, limits: LimitsConfig, *, num_new: int, may_wait: bool = 
     num_open, most_s = room.num_open + num_new, limits.max_wait_s
     if num_open > room.most:
         return _busy(room, f"{room.most} requests are running or waiting", num_open - room.most)
-    num_before = max(0, num_open - room.max_running)
+    num_ahead = room.num_open if room.num_ahead is None else room.num_ahead
+    num_before = max(0, num_ahead + num_new - room.max_running)
     wait_s = room.wait_s(num_before)
     if most_s is not None and wait_s is not None and wait_s > most_s and not may_wait:
         message = f"a request would wait about {math.ceil(wait_s)} s; at most {most_s:g} s are allowed"

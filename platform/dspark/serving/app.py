@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from dspark.config import build_config
 from dspark.engine.drafter_folder import WITHOUT_FOLDER
-from dspark.serving.config import DraftReplicasConfig, RoutingConfig, ServeConfig
+from dspark.serving.config import URGENT, DraftReplicasConfig, RoutingConfig, ServeConfig
 from dspark.serving.draft_replica import DraftReplica
 from dspark.serving.draft_router import TurnRouter
 from dspark.serving.ingress import build_app
@@ -86,8 +86,8 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
 def target_deployment(config: ServeConfig) -> Deployment:
     """Target replicas, each with an engine of its own."""
     return serve.deployment(
-        max_ongoing_requests=config.limits.max_concurrent_requests + 16,  # so that the replica itself refuses the rest
-        max_queued_requests=config.limits.max_concurrent_requests,
+        max_ongoing_requests=config.limits.most_open(URGENT) + 16,  # so that the replica itself refuses the rest
+        max_queued_requests=config.limits.most_open(URGENT),
         request_router_config=_router(config.routing),
         graceful_shutdown_timeout_s=config.failover.drain_s,
         ray_actor_options=_resources(1, config.gpus_per_replica, config.threads),

@@ -1,5 +1,6 @@
 """Everything that `deployments/*.yaml` may say about a served target."""
 
+import math
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -14,6 +15,8 @@ from dspark.serving.fleet_config import FleetConfig
 from dspark.targets import TargetConfig
 from dspark.traffic.config import TrafficConfig, WatchConfig
 
+URGENT = -1  # a priority that goes before others
+
 
 class LimitsConfig(Config):
     """What a client may ask for; more is refused with the limit's name."""
@@ -21,6 +24,9 @@ class LimitsConfig(Config):
     max_concurrent_requests: int = Field(256, ge=1)
     """Requests of one replica, running or waiting; the next one gets status 429. The API counts those of all replicas
     that run, so that what is too much is refused before it is read."""
+    urgent_share: float = Field(0.125, ge=0)
+    """How many more of those that go before others (a `priority` below 0) are let in, as a share of
+    `max_concurrent_requests`: a queue that they would pass does not keep them out."""
     max_wait_s: float | None = Field(10.0, gt=0)
     """Seconds that a new request may be expected to wait before it runs, at the pace of lately; more gets status 429,
     with the seconds after which it would be taken. Longer for batches that nobody watches. None lets it wait, as long
@@ -38,6 +44,11 @@ class LimitsConfig(Config):
     """Seconds from a request's arrival to its last token; then it is ended with an error."""
     max_body_bytes: int = Field(1_000_000, ge=1)
     """Bytes of a request's body."""
+
+    def most_open(self, priority: int) -> int:
+        """Requests of one replica, running or waiting, beside which one of this priority is let in."""
+        extra = math.ceil(self.urgent_share * self.max_concurrent_requests) if priority < 0 else 0
+        return self.max_concurrent_requests + extra
 
 
 class DraftReplicasConfig(Config):

@@ -53,6 +53,8 @@ class Continuation:
 class LoadReport:
     """How a replica stands, in choices of requests: those open, and those that run at once.
 
+    num_ahead: of those open, such as do not stand behind others (a `priority` up to 0); None: all. num_urgent: of
+    these, such as go before others.
     per_s: those that end in a second while others wait, of late; None while it has no pace.
     """
 
@@ -60,6 +62,8 @@ class LoadReport:
     num_open: int
     max_running: int
     per_s: float | None
+    num_ahead: int | None = None
+    num_urgent: int = 0
 
 
 class EngineClient(Protocol):

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -86,6 +86,7 @@ class EngineLoop:
         self.engine = engine
         engine.meanwhile = self._take_new
         self.num_open = 0
+        self._open_by_priority: Counter[int] = Counter()
         self._metrics = metrics
         self._share = share
         self._pace = pace or Pace()
@@ -110,6 +111,10 @@ class EngineLoop:
         if self._ended is not None:
             raise EngineStopped(self._ended.message)
 
+    def num_ahead(self, priority: int) -> int:
+        """Open requests that one of this priority would not pass."""
+        return sum(number for other, number in self._open_by_priority.items() if other <= priority)
+
     async def generate(self, *requests: GenerationRequest, timeout_s: float) -> AsyncGenerator[StepOutput, None]:
         """Outputs of requests that begin together, one per step and request. Closing it, at any point, frees all pages.
 
@@ -119,6 +124,7 @@ class EngineLoop:
         receiver = _Receiver(loop)
         self._send(*(_Add(request, receiver) for request in requests))
         self.num_open += len(requests)
+        self._open_by_priority.update(request.priority for request in requests)
         timer = loop.call_later(timeout_s, receiver.put, TimeoutError(f"no end after {timeout_s:g} s"))
         endings: dict[str, FinishReason] = {}
         otherwise = "abort"
@@ -137,6 +143,7 @@ class EngineLoop:
         finally:
             timer.cancel()
             self.num_open -= len(requests)
+            self._open_by_priority -= Counter(request.priority for request in requests)  # drops what is none
             for request in requests:
                 self._metrics.count_ending(endings.get(request.request_id, otherwise))
             unended = [request.request_id for request in requests if request.request_id not in endings]

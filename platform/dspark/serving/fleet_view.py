@@ -47,24 +47,30 @@ class FleetView:
         self._reports = reports | {report.replica_id: report for report in kept}
         self._seen = asked
 
-    @property
-    def room(self) -> Room:
-        """Of all replicas together; a pace that one did not tell is taken for the mean of the others'."""
-        most = self._limits.max_concurrent_requests
+    def room(self, priority: int = 0) -> Room:
+        """Of all replicas together; a pace that one did not tell is taken for the mean of the others'.
+
+        Of what was sent since they were asked nobody has read whether it goes before others.
+        """
+        most = self._limits.most_open(priority)
         if not self._reports:
             return Room(self.num_open, max_running=most, most=most, per_s=None)
         reports = self._reports.values()
         begun, ended = self._seen
         since = (self._num_begun - begun) - (self._num_ended - ended)
         told = sum(report.num_open for report in reports)
+        behind = sum(report.num_open - report.num_ahead for report in reports if report.num_ahead is not None)
+        urgent = sum(report.num_urgent for report in reports)
+        num_open = max(self.num_open, told + since)
         paces = [report.per_s for report in reports if report.per_s is not None]
         return Room(
-            num_open=max(self.num_open, told + since),
+            num_open=num_open,
+            num_ahead=urgent if priority < 0 else num_open - behind,
             max_running=sum(report.max_running for report in reports),
             most=most * len(reports),
             per_s=sum(paces) / len(paces) * len(reports) if paces else None,
         )
 
-    def refusal(self) -> Refusal | None:
-        """Why no request is let in now, or None."""
-        return refusal(self.room, self._limits, num_new=1)
+    def refusal(self, priority: int = 0) -> Refusal | None:
+        """Why no request of this priority is let in now, or None."""
+        return refusal(self.room(priority), self._limits, num_new=1)

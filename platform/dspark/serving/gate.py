@@ -9,10 +9,13 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dspark.serving.config import URGENT
 from dspark.serving.engine_client import EngineClient
 from dspark.serving.fleet_view import FleetView
 from dspark.serving.metrics import gauge, refused_family, with_label
@@ -26,10 +29,23 @@ LOOK_EVERY_S = 0.5  # while requests come
 
 
 class Gate:
-    """ASGI middleware. Without requests it asks the replicas nothing."""
+    """ASGI middleware. Without requests it asks the replicas nothing.
 
-    def __init__(self, app: ASGIApp, *, engine: EngineClient, view: FleetView, counts: "GateCounts") -> None:
+    may_be_urgent: whether a request may go before others, by its headers; its body may say that it does not. Then only
+    what even such a one would not get is refused here, and the replica that reads it decides the rest.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        engine: EngineClient,
+        view: FleetView,
+        counts: "GateCounts",
+        may_be_urgent: Callable[[Headers], bool],
+    ) -> None:
         self._app, self._engine, self._view, self._counts = app, engine, view, counts
+        self._may_be_urgent = may_be_urgent
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = float("-inf")
 
@@ -39,6 +55,8 @@ class Gate:
             return
         self._look()
         refusal = self._view.refusal()
+        if refusal is not None and self._may_be_urgent(Headers(scope=scope)):
+            refusal = self._view.refusal(URGENT)
         if refusal is not None:
             self._counts.refused[refusal.status] += 1
             await _send(refusal, send)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.datastructures import Headers
 
 from dspark.serving.config import ServeConfig
 from dspark.serving.openai_schema import MAX_SHOWN, GenerateRequest, RequestRefused, parse_request
@@ -25,11 +26,11 @@ class Incoming:
         for key in self._api_keys:
             self._tiers.require_known(key)
 
-    def authorise(self, http: Request) -> ApiKey:
+    def authorise(self, headers: Headers) -> ApiKey:
         """The client's key. Raises: RequestRefused (401) without one. Every key is compared, each in constant time."""
         if not self._api_keys:
             return NOBODYS
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         secret = given.strip().encode("latin-1")
         matches = [key for key in self._api_keys if hmac.compare_digest(secret, key.secret)]
         if scheme.lower() != "bearer" or not matches:
@@ -37,9 +38,17 @@ class Incoming:
             raise RequestRefused.of(message, code="invalid_api_key", status=401)
         return matches[0]
 
+    def may_be_urgent(self, headers: Headers) -> bool:
+        """Whether the request that begins with these may go before others, as far as they tell."""
+        try:
+            key = self.authorise(headers)
+        except RequestRefused:
+            return False
+        return self._tiers.may_be_urgent(headers.get(PRIORITY), key)
+
     async def read(self, http: Request, request_class: type[R]) -> R:
         """The request in the body. Raises: RequestRefused (400, 401, 404, 413), ClientDisconnect."""
-        key = self.authorise(http)
+        key = self.authorise(http.headers)
         request = parse_request(request_class, await _read_body(http, self._max_body_bytes))
         self.require_served(getattr(request, "model", None))
         if isinstance(request, GenerateRequest):

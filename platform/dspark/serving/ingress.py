@@ -59,7 +59,7 @@ def build_app(engine: EngineClient, config: ServeConfig, *, is_behind_proxy: boo
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_failure)
-    app.add_middleware(Gate, engine=engine, view=view, counts=counts)
+    app.add_middleware(Gate, engine=engine, view=view, counts=counts, may_be_urgent=incoming.may_be_urgent)
     app.add_middleware(RequestIds, is_told=not is_behind_proxy)
     app.openapi = functools.partial(openapi_document, config.model_name)  # type: ignore[method-assign]
     return app

@@ -44,6 +44,13 @@ class ServiceTiers:
             known = ", ".join(sorted(self._numbers))
             raise ValueError(f"a key's line names the tier {tier!r}; limits.service_tiers has {known}; add it there")
 
+    def may_be_urgent(self, header: str | None, key: ApiKey) -> bool:
+        """Whether a request with this key may go before others. header: X-Priority's value; what the body says must
+        agree with it, and is not known yet."""
+        if header is not None and not header.startswith("-"):
+            return False
+        return self._allows_all or any(self._numbers[tier] < 0 for tier in key.tiers)
+
     def with_priority(self, request: G, header: str | None, key: ApiKey) -> G:
         """The request with the priority that it asks for, and the name of its tier where it asked for one.
 

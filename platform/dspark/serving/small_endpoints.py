@@ -29,11 +29,11 @@ class SmallEndpoints:
         return JSONResponse({"version": platform_version()})
 
     async def models(self, http: Request) -> Response:
-        self._incoming.authorise(http)
+        self._incoming.authorise(http.headers)
         return JSONResponse(ModelList(data=[self._card]).model_dump())
 
     async def model(self, http: Request) -> Response:
-        self._incoming.authorise(http)
+        self._incoming.authorise(http.headers)
         self._incoming.require_served(http.path_params["model"])
         return JSONResponse(self._card.model_dump())
 

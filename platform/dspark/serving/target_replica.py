@@ -22,7 +22,7 @@ from dspark.serving.admission import Pace, Room, refusal
 from dspark.serving.background_resolver import BackgroundResolver
 from dspark.serving.closed_loop import ClosedLoop
 from dspark.serving.closed_loop_metrics import closed_loop_families
-from dspark.serving.config import HotConfig, ServeConfig
+from dspark.serving.config import URGENT, HotConfig, ServeConfig
 from dspark.serving.draft_link import ServeDraftLink
 from dspark.serving.engine_client import ENGINE_STOPPED, Continuation, Delta, LoadReport
 from dspark.serving.engine_loop import EngineLoop, EngineStopped
@@ -142,8 +142,8 @@ class TargetReplica:
 
     async def load(self) -> LoadReport:
         """How it stands, for the API."""
-        room = self._room
-        return LoadReport(self.id, room.num_open, room.max_running, room.per_s)
+        room, num_urgent = self._room(), self._loop.num_ahead(URGENT)
+        return LoadReport(self.id, room.num_open, room.max_running, room.per_s, room.num_ahead, num_urgent)
 
     async def loads(self) -> list[LoadReport | None]:
         """As if it were a fleet."""
@@ -241,13 +241,13 @@ class TargetReplica:
         self._resolver = BackgroundResolver(resolver, most_texts=self._limits.max_concurrent_requests)
         self._token_texts = TokenTexts(resolver.tokenizer)
 
-    @property
-    def _room(self) -> Room:
+    def _room(self, priority: int = 0) -> Room:
         return Room(
             num_open=self._loop.num_open + self._resolver.num_resolving,
             max_running=self.loaded.engine.config.max_running_requests,
-            most=self._limits.max_concurrent_requests,
+            most=self._limits.most_open(priority),
             per_s=self._pace.per_s,
+            num_ahead=self._loop.num_ahead(priority) + self._resolver.num_resolving,
         )
 
     def _report(self, sequence: int, with_curve: bool) -> ReplicaReport:
@@ -261,7 +261,8 @@ class TargetReplica:
         if request.n > most:
             raise RequestRefused.of(f"n is {request.n}; this server allows {most}", param="n")
         output_ids = dict.fromkeys(range(request.n), ()) if continuation is None else continuation.output_ids
-        refused = refusal(self._room, self._limits, num_new=len(output_ids), may_wait=continuation is not None)
+        room = self._room(request.priority)
+        refused = refusal(room, self._limits, num_new=len(output_ids), may_wait=continuation is not None)
         if refused is not None:
             raise RequestRefused(refused)
         resolved = await self._resolver.resolve(request_id, request, num_choices=len(output_ids))

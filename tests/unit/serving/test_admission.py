@@ -1,5 +1,7 @@
 """Who is taken in, and when those that are not should come again."""
 
+from dataclasses import replace
+
 import pytest
 
 from dspark.serving.admission import LONGEST_RETRY_S, WINDOW_S, Pace, Room, refusal
@@ -69,6 +71,13 @@ def test_after_the_time_that_it_was_told_a_request_is_taken() -> None:
 
 def test_those_for_whom_there_is_room_do_not_wait_whatever_the_pace() -> None:
     assert asked(num_open=4, num_new=4, most=100, per_s=0.1) is None
+
+
+def test_those_that_one_passes_are_no_wait_but_are_counted() -> None:
+    room = Room(90, max_running=8, most=100, per_s=2.0, num_ahead=9)
+    assert refusal(room, LimitsConfig(max_wait_s=3.0), num_new=1) is None
+    assert refusal(replace(room, num_ahead=20), LimitsConfig(max_wait_s=3.0), num_new=1) is not None
+    assert refusal(replace(room, num_open=100), LimitsConfig(max_wait_s=3.0), num_new=1) is not None
 
 
 def test_who_may_wait_is_refused_by_number_only() -> None:

@@ -15,7 +15,7 @@ from dspark.serving.fleet_view import FleetView
 from dspark.serving.gate import Gate, GateCounts
 from dspark.serving.metrics import render
 from dspark.serving.target_replica import TargetReplica
-from tiny_serving import CHAT, TEXT, ask, chat, completion, error_of, is_empty, serve_config, slowed
+from tiny_serving import CHAT, TEXT, ask, chat, completion, error_of, is_empty, serve_config, slowed, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,13 @@ class Behind:
         self.num_looks = self.num_in = 0
         self.going_on = asyncio.Event()
         engine: Any = self
-        self.gate = Gate(self.app, engine=engine, view=self.view, counts=self.counts)
+        self.gate = Gate(
+            self.app,
+            engine=engine,
+            view=self.view,
+            counts=self.counts,
+            may_be_urgent=lambda headers: "x-priority" in headers,
+        )
 
     async def loads(self) -> list[LoadReport]:
         self.num_looks += 1
@@ -48,7 +54,9 @@ class Behind:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    async def request(self, path: str = TEXT, method: str = "POST") -> tuple[list[Any], list[str]]:
+    async def request(
+        self, path: str = TEXT, method: str = "POST", headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> tuple[list[Any], list[str]]:
         """What was sent, and what was received."""
         sent: list[Any] = []
         received: list[str] = []
@@ -60,7 +68,7 @@ class Behind:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await self.gate({"type": "http", "method": method, "path": path}, receive, send)
+        await self.gate({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
         return sent, received
 
 
@@ -90,6 +98,43 @@ def test_what_is_over_is_answered_at_once_and_its_body_is_not_read() -> None:
         assert 'dspark_ingress_requests_open{replica="x"} 0.0' in text
 
     asyncio.run(run())
+
+
+def test_who_may_go_before_others_is_refused_at_the_door_only_when_nobody_would_be_taken() -> None:
+    async def run() -> None:
+        behind = Behind(max_concurrent_requests=8, urgent_share=0.25)
+        behind.going_on.set()
+        await behind.request()
+        await asyncio.sleep(0)
+        for num_open, statuses in ((7, [200, 200]), (8, [429, 200]), (9, [429, 200]), (10, [429, 429])):
+            behind.view.heard([LoadReport("a", num_open, max_running=4, per_s=2.0)], behind.view.asked())
+            answers = [await behind.request(headers=headers) for headers in ((), ((b"x-priority", b"-1"),))]
+            assert [sent[0]["status"] for sent, _ in answers] == statuses
+
+    asyncio.run(run())
+
+
+def test_a_queue_of_others_keeps_nobody_out_who_goes_before_them(tiny_target: Path) -> None:
+    """Ten who stand back, as many as are let in: the engine would take the next urgent one before eight of them end."""
+    limits = {"max_concurrent_requests": 10, "max_output_tokens": 200, "allow_priority": True}
+    config = serve_config(tiny_target, limits=limits)
+    replica = TargetReplica(config)
+
+    async def talk(client: httpx.AsyncClient) -> list[int]:
+        body = completion(max_tokens=150, service_tier="flex")
+        others = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(10)]
+        assert await wait_until(lambda: replica._loop.num_open == 10)
+        answers = [
+            await client.post(TEXT, json=completion(max_tokens=2, service_tier=tier))
+            for tier in ("default", "flex", "priority")
+        ]
+        assert replica._loop.num_open
+        assert {(await other).status_code for other in others} == {200}
+        return [answer.status_code for answer in answers]
+
+    with slowed(replica, 0.005):
+        assert ask(replica, config, talk) == [429, 429, 200]
+    replica.close()
 
 
 def test_a_request_that_fails_or_is_cancelled_has_left() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from fastapi import Request
 
+from dspark.serving.config import LimitsConfig
 from dspark.serving.incoming import Incoming, read_api_keys
 from dspark.serving.openai_schema import CompletionRequest, RequestRefused
+from dspark.serving.service_tiers import NOBODYS, ApiKey, ServiceTiers
 from tiny_serving import completion, serve_config
 
 KEYS = "plain\npaying priority\nowner priority urgent\n"
@@ -97,3 +99,16 @@ def test_a_line_of_the_keys_that_names_an_unknown_tier_is_refused_at_the_start(k
     assert [sorted(key.tiers) for key in read_api_keys(keys)] == [[], ["priority"], ["priority", "urgent"]]
     with pytest.raises(ValueError, match=r"names the tier 'urgent'; limits.service_tiers has default, flex, priority"):
         Incoming(serve_config("unused", api_keys_file=str(keys)))
+
+
+def test_headers_tell_who_may_go_before_others_as_far_as_they_do() -> None:
+    """Under allow_priority anybody's body may say so; else only one whose key was given such a tier."""
+    everybody, some = ServiceTiers(LimitsConfig(allow_priority=True)), ServiceTiers(LimitsConfig())
+    holder = ApiKey(b"k", frozenset({"priority"}))
+    assert everybody.may_be_urgent(None, NOBODYS)
+    assert everybody.may_be_urgent("-1", NOBODYS)
+    assert not everybody.may_be_urgent("0", NOBODYS)
+    assert not some.may_be_urgent(None, NOBODYS)
+    assert not some.may_be_urgent(None, ApiKey(b"k", frozenset({"flex"})))
+    assert some.may_be_urgent(None, holder)
+    assert not some.may_be_urgent("5", holder)
