@@ -81,6 +81,30 @@ class LayersCall(Structure):
     ]
 
 
+class Drafter(Structure):
+    """`draft.h: Drafter`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("fc", "anchor_shift", "mask_shift", "head", "gate", "bias")),
+        *((name, c_void_p) for name in ("hidden_norm", "norm", "embedding", "mask", "slot_shift", "previous")),
+        *((name, c_void_p) for name in ("confidence", "d2t", "layers")),
+        *((name, c_float) for name in ("eps", "embedding_scale", "logit_scale", "confidence_bias")),
+        *((name, c_int32) for name in ("num_layers", "block_size", "is_confidence_told_ids", "unused")),
+    ]
+
+
+class DraftCall(Structure):
+    """`draft.h: DraftCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows")),
+        *((name, c_void_p) for name in ("num_pending", "held", "newest", "anchors", "lengths", "temperatures")),
+        *((name, c_void_p) for name in ("uniforms", "states", "columns", "token_ids", "probs", "confidences")),
+        ("num_slots", c_int64),
+        *((name, c_int32) for name in ("num_parts", "unused")),
+    ]
+
+
 class Schedule(Structure):
     """`schedule.h: Schedule`."""
 
@@ -112,10 +136,15 @@ class Kernels:
         self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
         if not self.has_products:
             return
-        self._linear, self._layers = functions.dspark_linear, functions.dspark_layers
+        self._linear, self._layers, self._draft = (
+            functions.dspark_linear,
+            functions.dspark_layers,
+            functions.dspark_draft,
+        )
         self._linear.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32]
         self._layers.argtypes = [POINTER(LayersCall), POINTER(Batch)]
-        self._linear.restype = self._layers.restype = None
+        self._draft.argtypes = [POINTER(DraftCall), POINTER(Batch)]
+        self._linear.restype = self._layers.restype = self._draft.restype = None
 
     def attention(self, batch: Batch, layer: Attention) -> None:
         """Store the new keys and values of a layer, then attend."""
@@ -170,6 +199,10 @@ class Kernels:
     def layers(self, call: LayersCall, batch: Batch) -> None:
         """Decoder layers, from what the first is given to what the last gives."""
         self._layers(byref(call), byref(batch))
+
+    def draft(self, call: DraftCall, batch: Batch) -> None:
+        """A drafter's round: its context, its block and its tokens."""
+        self._draft(byref(call), byref(batch))
 
 
 @cache

@@ -180,13 +180,13 @@ class FusedDraftLayer:
     """Stands in for `forward_flat` of a drafter's layer."""
 
     def __init__(self, module: DraftLayer, fused: FusedLayer) -> None:
-        self._module, self._fused = module, fused
+        self._module, self.fused = module, fused
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
         is_ours = isinstance(attend, BlockAttention) and isinstance(attend.plan, AttentionPlan)
         if not is_ours or h.dtype != torch.bfloat16:
             return DraftLayer.forward_flat(self._module, h, cos, sin, attend)
-        return run_layers([self._fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])[-1]
+        return run_layers([self.fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])[-1]
 
 
 def fuse_layers(model: nn.Module) -> int:
@@ -248,7 +248,7 @@ def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None
     if not is_per_head or any(tensor.dtype != torch.bfloat16 for tensor in kept):
         return None
     layer = native.Layer(
-        *(_linear(linear) for linear in linears),
+        *(packed_call(linear) for linear in linears),
         *(norm.weight.data_ptr() for norm in norms),
         *([norm.weight.data_ptr() for norm in head_norms] or [None, None]),
         epsilons.pop(),
@@ -265,6 +265,9 @@ def _epsilon(norm: nn.Module) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
 
 
-def _linear(linear: PackedLinear) -> native.Linear:
+def packed_call(linear: nn.Linear, num_outputs: int | None = None) -> native.Linear:
+    """A packed layer as the kernels read it; of its outputs the first so many alone where a number is given."""
+    assert isinstance(linear, PackedLinear), "a layer that is not packed"
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return native.Linear(linear.packed.data_ptr(), bias, linear.in_features, linear.out_features)
+    out_features = linear.out_features if num_outputs is None else num_outputs
+    return native.Linear(linear.packed.data_ptr(), bias, linear.in_features, out_features)

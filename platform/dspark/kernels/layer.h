@@ -56,7 +56,8 @@ struct LayerBuffers {
   std::vector<bf16> normed, qkv, mixed, hidden, gated, between;
 };
 
-inline bf16* at_least(std::vector<bf16>& buffer, int64_t size) {
+template <class T>
+T* at_least(std::vector<T>& buffer, int64_t size) {
   if (int64_t(buffer.size()) < size) buffer.resize(size);
   return buffer.data();
 }
@@ -155,9 +156,8 @@ inline bool have_equal_items(const Attention& a, const Attention& b) {
   return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.window == b.window;
 }
 
-// All layers in one parallel region: waking threads for each would take as long as a layer of a few rows.
-inline void run_layers(const LayersCall& call, const Batch& batch) {
-  static thread_local LayerBuffers buffers;
+// What the layers of a call are given, give and share, the buffers being made large enough for them.
+inline std::vector<LayerWork> layer_works(const LayersCall& call, const Batch& batch, LayerBuffers& buffers) {
   const int64_t rows = batch.num_tokens, size = call.layers[0]->q.in;
   bf16* between = at_least(buffers.between, rows * size);
   std::vector<LayerWork> works(call.num_layers);
@@ -179,6 +179,13 @@ inline void run_layers(const LayersCall& call, const Batch& batch) {
     if (!is_as_before) work.own_items = work_items(batch, work.attention);
     work.items = is_as_before ? works[i - 1].items : &work.own_items;
   }
+  return works;
+}
+
+// All layers in one parallel region: waking threads for each would take as long as a layer of a few rows.
+inline void run_layers(const LayersCall& call, const Batch& batch) {
+  static thread_local LayerBuffers buffers;
+  std::vector<LayerWork> works = layer_works(call, batch, buffers);
   Barrier barrier;
   LayerBuffers& shared = buffers;  // in a region each thread would see its own
 #pragma omp parallel num_threads(batch.num_threads)

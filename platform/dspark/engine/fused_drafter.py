@@ -1,0 +1,254 @@
+"""A drafter's whole round in one call of the CPU kernels (`kernels/draft.h`); its slow twin is `PagedDraftRunner`'s.
+
+Which drafters run so is read off the classes of their parts; all others stay as they are.
+
+    tokens and all       DSpark with a vanilla or a gated head or none, DFlash: greedy tokens, and such as are drawn
+                         from the whole draft vocabulary with the request's own random numbers
+    up to the states     an RNN head, a soft cap on logits; seeded requests, sparse proposals
+    not at all           windows, mixtures of experts, hyper-connections, Gemma's layers; other types than bfloat16
+
+Legend: R requests, G block size, N tokens to draft in all, l slots, V' draft vocabulary, m captured layers, d hidden
+size, D head width, P positions.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dspark import native
+from dspark.attention.cpu import AttentionPlan
+from dspark.attention.kv_cache import PagedKVCache
+from dspark.drafters.backbone import Backbone
+from dspark.drafters.dflash import DFlashDrafter
+from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.heads import GatedMarkovHead, VanillaMarkovHead
+from dspark.drafters.layers import RMSNorm, RotaryEmbedding
+from dspark.engine.draft_memory import DraftMemory
+from dspark.engine.draft_runner import DraftRequest
+from dspark.engine.draws import uniforms_of
+from dspark.engine.fused_layers import FusedDraftLayer, packed_call
+from dspark.numerics import PackedLinear
+from dspark.speculation.proposal import Proposal
+
+FEWEST_ANGLES = 512
+
+
+class Angles:
+    """Cosines and sines of all positions up to the furthest that was asked for: [P, D] float32 each."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        self._rotary = rotary
+        self.cos, self.sin = rotary(torch.arange(FEWEST_ANGLES))
+
+    def reach(self, stop: int) -> None:
+        """Let there be those of all positions before `stop`."""
+        if stop > self.cos.shape[0]:
+            self.cos, self.sin = self._rotary(torch.arange(max(stop, 2 * self.cos.shape[0])))
+
+
+class FusedDrafter:
+    """One drafter by the addresses of its weights, over the pages that its runner's context lies in."""
+
+    def __init__(self, drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) -> None:
+        assert is_served(drafter, kv_cache), "a drafter that the kernels do not know"
+        config, (markov_head, confidence_head) = drafter.config, _heads(drafter)
+        self._num_draft_ids, self._vocab_size = config.draft_vocab_size, config.vocab_size
+        self._hidden_size, self._block_size = config.hidden_size, config.block_size
+        self._has_confidence = confidence_head is not None
+        self._draws_tokens = _is_chain_known(markov_head) and config.final_logit_softcapping is None
+        self._d2t = drafter.backbone.d2t.contiguous()
+        self._angles = Angles(drafter.backbone.rotary)
+        self._weights, self._kept = _weights(drafter, self._d2t, has_chain=self._draws_tokens)
+        self._keys = _addresses([keys.data_ptr() for keys in kv_cache.keys])
+        self._values = _addresses([values.data_ptr() for values in kv_cache.values])
+        self._num_slots = kv_cache.keys[0].shape[1]
+        self._kv_cache = kv_cache
+
+    def draws(self, requests: Sequence[DraftRequest]) -> bool:
+        """Whether it draws these requests' tokens itself."""
+        return self._draws_tokens and all(
+            request.temperature == 0
+            or (request.noise_key is None and (request.top_k is None or request.top_k >= self._num_draft_ids))
+            for request in requests
+        )
+
+    def states(self, requests: Sequence[DraftRequest], plan: AttentionPlan, num_slots: int) -> Tensor:
+        """The first l hidden states of every block, [R, l, d], the context being stored first."""
+        states = torch.empty(len(requests), num_slots, self._hidden_size, dtype=torch.bfloat16)
+        self._run(requests, plan, native.DraftCall(states=states.data_ptr()), lengths=[num_slots] * len(requests))
+        return states
+
+    def propose(self, requests: Sequence[DraftRequest], plan: AttentionPlan) -> list[Proposal]:
+        """A proposal per request, as long as it asked for; all of them must be such as it `draws`."""
+        lengths = [request.max_tokens for request in requests]
+        sampled = [request.max_tokens if request.temperature > 0 else 0 for request in requests]
+        columns, token_ids = torch.empty(2, sum(lengths), dtype=torch.long)
+        probs = torch.empty(sum(sampled), self._num_draft_ids)
+        confidences = torch.empty(sum(lengths)) if self._has_confidence else None
+        uniforms = _uniforms(requests) if sum(sampled) else None
+        call = native.DraftCall(
+            columns=columns.data_ptr(),
+            token_ids=token_ids.data_ptr(),
+            probs=probs.data_ptr(),
+            confidences=None if confidences is None else confidences.data_ptr(),
+            uniforms=None if uniforms is None else uniforms.data_ptr(),
+        )
+        self._run(requests, plan, call, lengths=lengths)
+        is_reduced = self._num_draft_ids < self._vocab_size
+        return [
+            Proposal(
+                token_ids=own_ids,
+                probs=own_probs if request.temperature > 0 else None,
+                confidence_logits=own_confidences,
+                support=self._d2t if request.temperature > 0 and is_reduced else None,
+                columns=own_columns if request.temperature > 0 and is_reduced else None,
+            )
+            for request, own_ids, own_probs, own_columns, own_confidences in zip(
+                requests,
+                token_ids.split(lengths),
+                probs.split(sampled),
+                columns.split(lengths),
+                [None] * len(requests) if confidences is None else confidences.split(lengths),
+                strict=True,
+            )
+        ]
+
+    def _run(
+        self, requests: Sequence[DraftRequest], plan: AttentionPlan, call: native.DraftCall, *, lengths: Sequence[int]
+    ) -> None:
+        """Complete the call and make it; then the context of every request is stored. plan: of their blocks."""
+        assert plan.num_tokens == len(requests) * self._block_size, "a plan of other blocks"
+        memories: list[DraftMemory] = [request.memory for request in requests]
+        parts = [_plain(part) for memory in memories for part in memory.pending.parts]
+        num_pending = [memory.pending.num_rows for memory in memories]
+        stops = [memory.num_tokens + count for memory, count in zip(memories, num_pending, strict=True)]
+        self._angles.reach(max(stops) + self._block_size)
+        held = [None if count else _newest(memory) for memory, count in zip(memories, num_pending, strict=True)]
+        newest = torch.empty(len(memories), self._hidden_size, dtype=torch.bfloat16)
+        counts = array("i", chain(num_pending, lengths, (part.shape[0] for part in parts)))
+        anchors = array("q", (request.anchor_id for request in requests))
+        temperatures = array("f", (request.temperature for request in requests))
+        first_count, width = counts.buffer_info()[0], counts.itemsize * len(requests)
+        call.num_pending, call.lengths, call.part_rows = first_count, first_count + width, first_count + 2 * width
+        call.parts = ctypes.addressof(part_addresses := _addresses([part.data_ptr() for part in parts]))
+        call.held = ctypes.addressof(held_addresses := _addresses(held))
+        call.anchors, call.temperatures = anchors.buffer_info()[0], temperatures.buffer_info()[0]
+        call.drafter = ctypes.addressof(self._weights)
+        call.keys, call.values = ctypes.addressof(self._keys), ctypes.addressof(self._values)
+        call.cos, call.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
+        call.newest, call.num_slots, call.num_parts = newest.data_ptr(), self._num_slots, len(parts)
+        available = native.kernels()
+        assert available is not None
+        available.draft(call, plan.batch)
+        del part_addresses, held_addresses, parts  # the call holds their addresses only
+        for memory, stop, feature in zip(memories, stops, newest.unbind(), strict=True):
+            memory.note_stored(stop, feature)
+
+
+def is_served(drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) -> bool:
+    """Whether the kernels know every part of the drafter, whose layers are fused where they can be."""
+    available, backbone = native.kernels(), drafter.backbone
+    if available is None or not available.has_products or drafter.training or type(backbone) is not Backbone:
+        return False
+    if type(drafter) not in (DSparkDrafter, DFlashDrafter) or len(kv_cache.keys) != len(backbone.layers):
+        return False
+    layers = [vars(layer).get("forward_flat") for layer in backbone.layers]
+    markov_head, confidence_head = _heads(drafter)
+    linears: list[Any] = [backbone.fc, backbone.lm_head]
+    plain: list[Any] = [backbone.hidden_norm.weight, backbone.norm.weight, backbone.embed_tokens.weight]
+    plain.append(backbone.mask_embedding)
+    if backbone.anchor_fusion is not None:
+        linears += [backbone.anchor_fusion.anchor_proj, backbone.anchor_fusion.mask_proj]
+        plain.append(backbone.anchor_fusion.slot_embedding)
+    if markov_head is not None and _is_chain_known(markov_head):
+        linears += [
+            markov_head.markov_w2,
+            *([markov_head.gate_proj] if isinstance(markov_head, GatedMarkovHead) else []),
+        ]
+        plain.append(markov_head.markov_w1.weight)
+    if confidence_head is not None:
+        plain += [confidence_head.proj.weight, confidence_head.proj.bias]
+    return (
+        all(type(layer) is FusedDraftLayer for layer in layers)
+        and all(type(norm) is RMSNorm for norm in (backbone.hidden_norm, backbone.norm))
+        and all(isinstance(linear, PackedLinear) and linear.is_in_panels for linear in linears)
+        and all(_is_plain(tensor) for tensor in [*plain, *kv_cache.keys, *kv_cache.values])
+    )
+
+
+def _weights(
+    drafter: DSparkDrafter | DFlashDrafter, d2t: Tensor, *, has_chain: bool
+) -> tuple[native.Drafter, list[Any]]:
+    """The drafter as the kernels read it, and what its addresses point into. has_chain: with its sequential head."""
+    config, backbone, fusion = drafter.config, drafter.backbone, drafter.backbone.anchor_fusion
+    markov_head, confidence_head = _heads(drafter)
+    layers = [vars(layer)["forward_flat"].fused for layer in backbone.layers]
+    addresses = _addresses([layer.address for layer in layers])
+    weights = native.Drafter(
+        fc=packed_call(backbone.fc),
+        head=packed_call(backbone.lm_head, config.draft_vocab_size),  # rows behind them are never proposed
+        hidden_norm=backbone.hidden_norm.weight.data_ptr(),
+        norm=backbone.norm.weight.data_ptr(),
+        embedding=backbone.embed_tokens.weight.data_ptr(),
+        mask=backbone.mask_embedding.data_ptr(),
+        d2t=d2t.data_ptr(),
+        layers=ctypes.addressof(addresses),
+        eps=config.rms_norm_eps,
+        embedding_scale=config.embedding_scale,
+        logit_scale=config.logit_scale,
+        num_layers=len(layers),
+        block_size=config.block_size,
+    )
+    if fusion is not None:
+        weights.anchor_shift, weights.mask_shift = packed_call(fusion.anchor_proj), packed_call(fusion.mask_proj)
+        weights.slot_shift = fusion.slot_embedding.data_ptr()
+    if has_chain and markov_head is not None:
+        weights.bias = packed_call(markov_head.markov_w2, config.draft_vocab_size)
+        weights.previous = markov_head.markov_w1.weight.data_ptr()
+        if isinstance(markov_head, GatedMarkovHead):
+            weights.gate = packed_call(markov_head.gate_proj)
+    if confidence_head is not None:
+        weights.confidence = confidence_head.proj.weight.data_ptr()
+        weights.confidence_bias = float(confidence_head.proj.bias)
+        weights.is_confidence_told_ids = int(confidence_head.with_markov)
+    return weights, [drafter, layers, addresses]
+
+
+def _heads(drafter: DSparkDrafter | DFlashDrafter) -> tuple[Any, Any]:
+    """Its sequential head and its confidence head."""
+    return (drafter.markov_head, drafter.confidence_head) if isinstance(drafter, DSparkDrafter) else (None, None)
+
+
+def _is_chain_known(markov_head: nn.Module | None) -> bool:
+    return markov_head is None or type(markov_head) in (VanillaMarkovHead, GatedMarkovHead)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _plain(features: Tensor) -> Tensor:
+    """The features as the kernels read them."""
+    return features if _is_plain(features) else features.to(torch.bfloat16).contiguous()
+
+
+def _newest(memory: DraftMemory) -> int:
+    """Where the newest feature of a request lies that has none to store."""
+    assert memory.newest_feature is not None, "a request is drafted for before its context is stored"
+    return memory.newest_feature.data_ptr()
+
+
+def _uniforms(requests: Sequence[DraftRequest]) -> Tensor:
+    """What tokens are drawn with: [N] float32, zeros where none are."""
+    device = torch.device("cpu")
+    parts = [uniforms_of(r, device) if r.temperature > 0 else torch.zeros(r.max_tokens) for r in requests]
+    return torch.cat(parts)
+
+
+def _addresses(values: Sequence[int | None]) -> "ctypes.Array[ctypes.c_void_p]":
+    return (ctypes.c_void_p * len(values))(*values)
