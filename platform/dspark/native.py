@@ -82,7 +82,7 @@ class LayersCall(Structure):
 
 
 class Drafter(Structure):
-    """`draft.h: Drafter`."""
+    """`draft_call.h: Drafter`."""
 
     _fields_ = [
         *((name, Linear) for name in ("fc", "anchor_shift", "mask_shift", "head", "gate", "bias")),
@@ -94,14 +94,13 @@ class Drafter(Structure):
 
 
 class DraftCall(Structure):
-    """`draft.h: DraftCall`."""
+    """`draft_call.h: DraftCall`."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows")),
         *((name, c_void_p) for name in ("num_pending", "held", "newest", "anchors", "lengths", "temperatures")),
         *((name, c_void_p) for name in ("uniforms", "states", "columns", "token_ids", "probs", "confidences")),
         ("num_slots", c_int64),
-        *((name, c_int32) for name in ("num_parts", "unused")),
     ]
 
 

@@ -141,7 +141,7 @@ class FusedDrafter:
         call.drafter = ctypes.addressof(self._weights)
         call.keys, call.values = ctypes.addressof(self._keys), ctypes.addressof(self._values)
         call.cos, call.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
-        call.newest, call.num_slots, call.num_parts = newest.data_ptr(), self._num_slots, len(parts)
+        call.newest, call.num_slots = newest.data_ptr(), self._num_slots
         available = native.kernels()
         assert available is not None
         available.draft(call, plan.batch)
