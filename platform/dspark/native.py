@@ -81,13 +81,22 @@ class LayersCall(Structure):
     ]
 
 
+class Choice(Structure):
+    """`draw.h: Choice`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("lengths", "temperatures", "uniforms", "d2t", "columns", "token_ids", "probs")),
+        ("num_ids", c_int64),
+    ]
+
+
 class Drafter(Structure):
     """`draft_call.h: Drafter`."""
 
     _fields_ = [
         *((name, Linear) for name in ("fc", "anchor_shift", "mask_shift", "head", "gate", "bias")),
         *((name, c_void_p) for name in ("hidden_norm", "norm", "embedding", "mask", "slot_shift", "previous")),
-        *((name, c_void_p) for name in ("confidence", "d2t", "layers")),
+        *((name, c_void_p) for name in ("confidence", "layers")),
         *((name, c_float) for name in ("eps", "embedding_scale", "logit_scale", "confidence_bias")),
         *((name, c_int32) for name in ("num_layers", "block_size", "is_confidence_told_ids", "unused")),
     ]
@@ -98,9 +107,9 @@ class DraftCall(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows")),
-        *((name, c_void_p) for name in ("num_pending", "held", "newest", "anchors", "lengths", "temperatures")),
-        *((name, c_void_p) for name in ("uniforms", "states", "columns", "token_ids", "probs", "confidences")),
+        *((name, c_void_p) for name in ("num_pending", "held", "newest", "anchors", "states", "confidences")),
         ("num_slots", c_int64),
+        ("choice", Choice),
     ]
 
 

@@ -30,7 +30,7 @@ from dspark.drafters.heads import GatedMarkovHead, VanillaMarkovHead
 from dspark.drafters.layers import RMSNorm, RotaryEmbedding
 from dspark.engine.draft_memory import DraftMemory
 from dspark.engine.draft_runner import DraftRequest
-from dspark.engine.draws import uniforms_of
+from dspark.engine.fused_draws import FusedDraws
 from dspark.engine.fused_layers import FusedDraftLayer, packed_call
 from dspark.numerics import PackedLinear
 from dspark.speculation.proposal import Proposal
@@ -57,13 +57,13 @@ class FusedDrafter:
     def __init__(self, drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) -> None:
         assert is_served(drafter, kv_cache), "a drafter that the kernels do not know"
         config, (markov_head, confidence_head) = drafter.config, _heads(drafter)
-        self._num_draft_ids, self._vocab_size = config.draft_vocab_size, config.vocab_size
+        self._vocab_size = config.vocab_size
         self._hidden_size, self._block_size = config.hidden_size, config.block_size
         self._has_confidence = confidence_head is not None
         self._draws_tokens = _is_chain_known(markov_head) and config.final_logit_softcapping is None
         self._d2t = drafter.backbone.d2t.contiguous()
         self._angles = Angles(drafter.backbone.rotary)
-        self._weights, self._kept = _weights(drafter, self._d2t, has_chain=self._draws_tokens)
+        self._weights, self._kept = _weights(drafter, has_chain=self._draws_tokens)
         self._keys = _addresses([keys.data_ptr() for keys in kv_cache.keys])
         self._values = _addresses([values.data_ptr() for values in kv_cache.values])
         self._num_slots = kv_cache.keys[0].shape[1]
@@ -71,56 +71,26 @@ class FusedDrafter:
 
     def draws(self, requests: Sequence[DraftRequest]) -> bool:
         """Whether it draws these requests' tokens itself."""
-        return self._draws_tokens and all(
-            request.temperature == 0
-            or (request.noise_key is None and (request.top_k is None or request.top_k >= self._num_draft_ids))
-            for request in requests
-        )
+        return self._draws_tokens and FusedDraws.serve(requests, self._d2t.numel())
 
     def states(self, requests: Sequence[DraftRequest], plan: AttentionPlan, num_slots: int) -> Tensor:
         """The first l hidden states of every block, [R, l, d], the context being stored first."""
         states = torch.empty(len(requests), num_slots, self._hidden_size, dtype=torch.bfloat16)
-        self._run(requests, plan, native.DraftCall(states=states.data_ptr()), lengths=[num_slots] * len(requests))
+        numbers = array("i", [num_slots] * len(requests)), array("f", [0.0] * len(requests))
+        lengths, temperatures = (part.buffer_info()[0] for part in numbers)
+        choice = native.Choice(lengths=lengths, temperatures=temperatures)
+        self._run(requests, plan, native.DraftCall(states=states.data_ptr(), choice=choice))
         return states
 
     def propose(self, requests: Sequence[DraftRequest], plan: AttentionPlan) -> list[Proposal]:
         """A proposal per request, as long as it asked for; all of them must be such as it `draws`."""
-        lengths = [request.max_tokens for request in requests]
-        sampled = [request.max_tokens if request.temperature > 0 else 0 for request in requests]
-        columns, token_ids = torch.empty(2, sum(lengths), dtype=torch.long)
-        probs = torch.empty(sum(sampled), self._num_draft_ids)
-        confidences = torch.empty(sum(lengths)) if self._has_confidence else None
-        uniforms = _uniforms(requests) if sum(sampled) else None
-        call = native.DraftCall(
-            columns=columns.data_ptr(),
-            token_ids=token_ids.data_ptr(),
-            probs=probs.data_ptr(),
-            confidences=None if confidences is None else confidences.data_ptr(),
-            uniforms=None if uniforms is None else uniforms.data_ptr(),
-        )
-        self._run(requests, plan, call, lengths=lengths)
-        is_reduced = self._num_draft_ids < self._vocab_size
-        return [
-            Proposal(
-                token_ids=own_ids,
-                probs=own_probs if request.temperature > 0 else None,
-                confidence_logits=own_confidences,
-                support=self._d2t if request.temperature > 0 and is_reduced else None,
-                columns=own_columns if request.temperature > 0 and is_reduced else None,
-            )
-            for request, own_ids, own_probs, own_columns, own_confidences in zip(
-                requests,
-                token_ids.split(lengths),
-                probs.split(sampled),
-                columns.split(lengths),
-                [None] * len(requests) if confidences is None else confidences.split(lengths),
-                strict=True,
-            )
-        ]
+        draws = FusedDraws(requests, self._d2t, vocab_size=self._vocab_size)
+        confidences = torch.empty(draws.num_tokens) if self._has_confidence else None
+        address = None if confidences is None else confidences.data_ptr()
+        self._run(requests, plan, native.DraftCall(choice=draws.choice, confidences=address))
+        return draws.proposals(confidences)
 
-    def _run(
-        self, requests: Sequence[DraftRequest], plan: AttentionPlan, call: native.DraftCall, *, lengths: Sequence[int]
-    ) -> None:
+    def _run(self, requests: Sequence[DraftRequest], plan: AttentionPlan, call: native.DraftCall) -> None:
         """Complete the call and make it; then the context of every request is stored. plan: of their blocks."""
         assert plan.num_tokens == len(requests) * self._block_size, "a plan of other blocks"
         memories: list[DraftMemory] = [request.memory for request in requests]
@@ -130,14 +100,13 @@ class FusedDrafter:
         self._angles.reach(max(stops) + self._block_size)
         held = [None if count else _newest(memory) for memory, count in zip(memories, num_pending, strict=True)]
         newest = torch.empty(len(memories), self._hidden_size, dtype=torch.bfloat16)
-        counts = array("i", chain(num_pending, lengths, (part.shape[0] for part in parts)))
+        counts = array("i", chain(num_pending, (part.shape[0] for part in parts)))
         anchors = array("q", (request.anchor_id for request in requests))
-        temperatures = array("f", (request.temperature for request in requests))
-        first_count, width = counts.buffer_info()[0], counts.itemsize * len(requests)
-        call.num_pending, call.lengths, call.part_rows = first_count, first_count + width, first_count + 2 * width
+        call.num_pending = counts.buffer_info()[0]
+        call.part_rows = call.num_pending + counts.itemsize * len(requests)
         call.parts = ctypes.addressof(part_addresses := _addresses([part.data_ptr() for part in parts]))
         call.held = ctypes.addressof(held_addresses := _addresses(held))
-        call.anchors, call.temperatures = anchors.buffer_info()[0], temperatures.buffer_info()[0]
+        call.anchors = anchors.buffer_info()[0]
         call.drafter = ctypes.addressof(self._weights)
         call.keys, call.values = ctypes.addressof(self._keys), ctypes.addressof(self._values)
         call.cos, call.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
@@ -181,9 +150,7 @@ def is_served(drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) ->
     )
 
 
-def _weights(
-    drafter: DSparkDrafter | DFlashDrafter, d2t: Tensor, *, has_chain: bool
-) -> tuple[native.Drafter, list[Any]]:
+def _weights(drafter: DSparkDrafter | DFlashDrafter, *, has_chain: bool) -> tuple[native.Drafter, list[Any]]:
     """The drafter as the kernels read it, and what its addresses point into. has_chain: with its sequential head."""
     config, backbone, fusion = drafter.config, drafter.backbone, drafter.backbone.anchor_fusion
     markov_head, confidence_head = _heads(drafter)
@@ -196,7 +163,6 @@ def _weights(
         norm=backbone.norm.weight.data_ptr(),
         embedding=backbone.embed_tokens.weight.data_ptr(),
         mask=backbone.mask_embedding.data_ptr(),
-        d2t=d2t.data_ptr(),
         layers=ctypes.addressof(addresses),
         eps=config.rms_norm_eps,
         embedding_scale=config.embedding_scale,
@@ -241,13 +207,6 @@ def _newest(memory: DraftMemory) -> int:
     """Where the newest feature of a request lies that has none to store."""
     assert memory.newest_feature is not None, "a request is drafted for before its context is stored"
     return memory.newest_feature.data_ptr()
-
-
-def _uniforms(requests: Sequence[DraftRequest]) -> Tensor:
-    """What tokens are drawn with: [N] float32, zeros where none are."""
-    device = torch.device("cpu")
-    parts = [uniforms_of(r, device) if r.temperature > 0 else torch.zeros(r.max_tokens) for r in requests]
-    return torch.cat(parts)
 
 
 def _addresses(values: Sequence[int | None]) -> "ctypes.Array[ctypes.c_void_p]":

@@ -4,6 +4,7 @@
 // m captured layers, K key/value heads, S slots, D head width, P positions that angles are known of.
 #pragma once
 
+#include "draw.h"
 #include "layer.h"
 
 #if DSPARK_BF16_DOT
@@ -14,7 +15,6 @@ namespace dspark {
 struct Drafter {
   Linear fc, anchor_shift, mask_shift, head, gate, bias;
   const bf16 *hidden_norm, *norm, *embedding, *mask, *slot_shift, *previous, *confidence;
-  const int64_t* d2t;  // [V']
   const Layer* const* layers;
   float eps, embedding_scale, logit_scale, confidence_bias;
   int32_t num_layers, block_size, is_confidence_told_ids, unused;
@@ -31,14 +31,10 @@ struct DraftCall {
   const bf16* const* held;     // [R] the newest feature of a request that has none to store; may be null for others
   bf16* newest;                // [R, d] the newest feature of each
   const int64_t* anchors;      // [R] ids
-  const int32_t* lengths;      // [R] tokens to draft, up to G
-  const float* temperatures;   // [R] 0: the most likely token
-  const float* uniforms;       // [N] what tokens are drawn with
   bf16* states;                // [N, d] h, where the caller draws by itself; else null
-  int64_t *columns, *token_ids;  // [N] draft ids and target ids
-  float* probs;                  // [N of the requests with a temperature, V'] what they were drawn from
-  float* confidences;            // [N] logits; null without that head
-  int64_t num_slots;             // S
+  float* confidences;          // [N] logits; null without that head
+  int64_t num_slots;           // S
+  Choice choice;               // lengths up to G
 };
 
 }  // namespace dspark

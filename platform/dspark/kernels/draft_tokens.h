@@ -7,7 +7,6 @@
 #pragma once
 
 #include "draft_call.h"
-#include "draw.h"
 
 #if DSPARK_BF16_DOT
 namespace dspark {
@@ -28,20 +27,17 @@ class DraftTokens {
   DraftTokens(const DraftCall& call, const Batch& batch, TokenBuffers& buffers)
       : call_(call), drafter_(*call.drafter), num_requests_(batch.num_pieces), buffers_(buffers),
         size_(drafter_.fc.out), rank_(drafter_.previous == nullptr ? 0 : drafter_.bias.in),
-        slots_(num_requests_ ? *std::max_element(call.lengths, call.lengths + num_requests_) : 0) {
-    first_.push_back(0), first_probs_.push_back(0);
+        choices_(call.choice, batch.num_pieces, batch.num_threads), slots_(choices_.num_slots()) {
     for (int r = 0; r < num_requests_; ++r) {
-      const int length = call.lengths[r];
-      for (int j = 0; j < length; ++j) rows_.push_back(r * drafter_.block_size + j), slots_[j].requests.push_back(r);
-      first_.push_back(first_[r] + length);
-      first_probs_.push_back(first_probs_[r] + (call.temperatures[r] > 0.0f ? length : 0));
+      for (int j = 0; choices_.has(r, j); ++j) {
+        rows_.push_back(r * drafter_.block_size + j);
+        slots_[j].requests.push_back(r);
+      }
     }
-    const int64_t count = int64_t(rows_.size());
-    states_ = call.states != nullptr ? call.states : at_least(buffers.states, count * size_);
-    if (call.states == nullptr) at_least(buffers.base, count * drafter_.head.out);
+    states_ = call.states != nullptr ? call.states : at_least(buffers.states, choices_.num_tokens() * size_);
+    if (call.states == nullptr) at_least(buffers.base, choices_.num_tokens() * drafter_.head.out);
     at_least(buffers.inputs, num_requests_ * (size_ + rank_));
     at_least(buffers.embedded, num_requests_ * rank_), at_least(buffers.gated, num_requests_ * rank_);
-    bests_.resize(size_t(batch.num_threads) * num_requests_);
   }
 
   // A thread's part. blocks: what the last layer gave, [R G, d].
@@ -56,7 +52,7 @@ class DraftTokens {
       write_panel(drafter_.head, states_, count, int(panel), buffers_.base.data(), drafter_.head.out);
     });
     barrier.wait(team);
-    rank_ > 0 ? draw_in_turn(thread, team, barrier) : draw_at_once();
+    rank_ > 0 ? draw_in_turn(thread, team, barrier) : draw_at_once(thread);
   }
 
  private:
@@ -66,24 +62,18 @@ class DraftTokens {
     for (int c = 0; c < columns; ++c) out[c] = widen(base[c]) * drafter_.logit_scale;
   }
 
-  float* probs_of(int32_t r, int slot) const { return call_.probs + (first_probs_[r] + slot) * drafter_.head.out; }
-
   // Without a head that knows the tokens before a slot, all slots at once.
-  void draw_at_once() {
-    constexpr int PART = 512;
-    choices_.each(int64_t(rows_.size()), [&](int64_t token) {
-      const int32_t r = int32_t(rows_[token] / drafter_.block_size), slot = int32_t(token - first_[r]);
-      const bool is_sampled = call_.temperatures[r] > 0.0f;
-      Best best;
-      for (int first = 0; first < drafter_.head.out; first += PART) {
-        const int columns = std::min(PART, drafter_.head.out - first);
-        float part[PART];
-        float* logits = is_sampled ? probs_of(r, slot) + first : part;
-        base_logits(token, first, columns, logits);
-        if (!is_sampled) look_at(best, logits, columns, first);
+  void draw_at_once(int thread) {
+    tokens_.each(choices_.num_tokens(), [&](int64_t token) {
+      const int32_t r = int32_t(rows_[token] / drafter_.block_size), slot = int32_t(rows_[token] % drafter_.block_size);
+      choices_.forget(thread);
+      for (int first = 0; first < drafter_.head.out; first += Choices::PART) {
+        const int columns = std::min(Choices::PART, drafter_.head.out - first);
+        choices_.look(thread, r, slot, first, columns,
+                      [&](float* logits) { base_logits(token, first, columns, logits); });
       }
+      choices_.settle(r, slot, thread, thread + 1);
       tell_confidence(token, nullptr);
-      settle(r, slot, best);
     });
   }
 
@@ -98,16 +88,13 @@ class DraftTokens {
         slot.gates.each(drafter_.gate.panels(), [&](int64_t panel) { gate_panel(count, int(panel)); });
         barrier.wait(team);
       }
-      Best* bests = bests_.data() + int64_t(thread) * num_requests_;
-      std::fill_n(bests, count, Best{});
-      slot.biases.each(drafter_.bias.panels(), [&](int64_t panel) { add_biases(slot, j, int(panel), bests); });
+      choices_.forget(thread);
+      slot.biases.each(drafter_.bias.panels(), [&](int64_t panel) { add_biases(slot, j, int(panel), thread); });
       barrier.wait(team);
       slot.choices.each(count, [&](int64_t i) {
-        Best best;
-        for (int t = 0; t < team; ++t) best.meet(bests_[int64_t(t) * num_requests_ + i]);
         const int32_t r = slot.requests[i];
-        const int64_t id = settle(r, j, best);
-        if (call_.lengths[r] <= j + 1) return;
+        const int64_t id = choices_.settle(r, j, 0, team);
+        if (!choices_.has(r, j + 1)) return;
         const std::vector<int32_t>& next = slots_[j + 1].requests;
         begin(r, j + 1, std::lower_bound(next.begin(), next.end(), r) - next.begin(), id);
       });
@@ -117,7 +104,7 @@ class DraftTokens {
   // What slot `slot` of a request is told: the token before it. place: of the request among those that draft there.
   void begin(int32_t r, int slot, int64_t place, int64_t id) {
     const bf16* embedded = drafter_.previous + id * rank_;
-    const int64_t token = first_[r] + slot;
+    const int64_t token = choices_.token(r, slot);
     std::copy_n(embedded, rank_, buffers_.embedded.data() + place * rank_);
     if (drafter_.gate.weight != nullptr) {
       bf16* inputs = buffers_.inputs.data() + place * (size_ + rank_);
@@ -151,32 +138,16 @@ class DraftTokens {
              });
   }
 
-  // Logits of a panel's columns: kept where a token is drawn from all, else only the largest.
-  void add_biases(const DraftSlot& slot, int j, int panel, Best* bests) {
+  void add_biases(const DraftSlot& slot, int j, int panel, int thread) {
     const bf16* vectors = drafter_.gate.weight != nullptr ? buffers_.gated.data() : buffers_.embedded.data();
     each_row(drafter_.bias, vectors, int64_t(slot.requests.size()), panel,
              [&](int64_t row, int column, const float* sums, int columns) {
                const int32_t r = slot.requests[row];
-               const bool is_sampled = call_.temperatures[r] > 0.0f;
-               float part[PANEL];
-               float* logits = is_sampled ? probs_of(r, j) + column : part;
-               base_logits(first_[r] + j, column, columns, logits);
-               for (int c = 0; c < columns; ++c) logits[c] += rounded(sums[c]);
-               if (!is_sampled) look_at(bests[row], logits, columns, column);
+               choices_.look(thread, r, j, column, columns, [&](float* logits) {
+                 base_logits(choices_.token(r, j), column, columns, logits);
+                 for (int c = 0; c < columns; ++c) logits[c] += rounded(sums[c]);
+               });
              });
-  }
-
-  // The target id of a request's token, which is drawn now where it is not the most likely one.
-  int64_t settle(int32_t r, int slot, const Best& best) {
-    const int64_t token = first_[r] + slot;
-    int64_t column = best.column;
-    if (call_.temperatures[r] > 0.0f) {
-      float* row = probs_of(r, slot);
-      to_probabilities(row, drafter_.head.out, call_.temperatures[r]);
-      column = invert(row, drafter_.head.out, double(call_.uniforms[token]));
-    }
-    call_.columns[token] = column;
-    return call_.token_ids[token] = drafter_.d2t[column];
   }
 
   const DraftCall& call_;
@@ -184,11 +155,11 @@ class DraftTokens {
   const int64_t num_requests_;
   TokenBuffers& buffers_;
   const int64_t size_, rank_;
+  Choices choices_;
   std::vector<DraftSlot> slots_;
-  std::vector<int64_t> rows_, first_, first_probs_;  // [N] of the blocks; [R + 1] of a request's tokens, of its probs
-  std::vector<Best> bests_;                          // [threads, R]
-  bf16* states_ = nullptr;                           // [N, d]
-  Turns heads_, choices_;
+  std::vector<int64_t> rows_;  // [N] of the blocks
+  bf16* states_ = nullptr;     // [N, d]
+  Turns heads_, tokens_;
 };
 
 }  // namespace dspark
