@@ -113,6 +113,28 @@ class DraftCall(Structure):
     ]
 
 
+class ChainDrafter(Structure):
+    """`chain.h: ChainDrafter`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("fc", "join", "head")),
+        *((name, c_void_p) for name in ("token_norm", "state_norm", "norm", "embedding", "layer")),
+        ("eps", c_float),
+        ("size", c_int32),
+    ]
+
+
+class ChainCall(Structure):
+    """`chain.h: ChainCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows", "num_new")),
+        *((name, c_void_p) for name in ("ids", "held", "newest")),
+        ("num_slots", c_int64),
+        ("choice", Choice),
+    ]
+
+
 class Schedule(Structure):
     """`schedule.h: Schedule`."""
 
@@ -144,15 +166,13 @@ class Kernels:
         self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
         if not self.has_products:
             return
-        self._linear, self._layers, self._draft = (
-            functions.dspark_linear,
-            functions.dspark_layers,
-            functions.dspark_draft,
-        )
+        self._linear, self._layers = functions.dspark_linear, functions.dspark_layers
+        self._draft, self._chain = functions.dspark_draft, functions.dspark_chain
         self._linear.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32]
         self._layers.argtypes = [POINTER(LayersCall), POINTER(Batch)]
         self._draft.argtypes = [POINTER(DraftCall), POINTER(Batch)]
-        self._linear.restype = self._layers.restype = self._draft.restype = None
+        self._chain.argtypes = [POINTER(ChainCall), POINTER(Batch)]
+        self._linear.restype = self._layers.restype = self._draft.restype = self._chain.restype = None
 
     def attention(self, batch: Batch, layer: Attention) -> None:
         """Store the new keys and values of a layer, then attend."""
@@ -211,6 +231,10 @@ class Kernels:
     def draft(self, call: DraftCall, batch: Batch) -> None:
         """A drafter's round: its context, its block and its tokens."""
         self._draft(byref(call), byref(batch))
+
+    def chain(self, call: ChainCall, batch: Batch) -> None:
+        """A round of a drafter that goes on from its own states, token by token."""
+        self._chain(byref(call), byref(batch))
 
 
 @cache

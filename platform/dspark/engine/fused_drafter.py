@@ -7,8 +7,7 @@ Which drafters run so is read off the classes of their parts; all others stay as
     up to the states     an RNN head, a soft cap on logits; seeded requests, sparse proposals
     not at all           windows, mixtures of experts, hyper-connections, Gemma's layers; other types than bfloat16
 
-Legend: R requests, G block size, N tokens to draft in all, l slots, V' draft vocabulary, m captured layers, d hidden
-size, D head width, P positions.
+Legend: R requests, G block size, N tokens to draft in all, l slots, V' draft vocabulary, d hidden size.
 """
 
 import ctypes
@@ -27,28 +26,14 @@ from dspark.drafters.backbone import Backbone
 from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.heads import GatedMarkovHead, VanillaMarkovHead
-from dspark.drafters.layers import RMSNorm, RotaryEmbedding
+from dspark.drafters.layers import RMSNorm
 from dspark.engine.draft_memory import DraftMemory
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.fused_draws import FusedDraws
 from dspark.engine.fused_layers import FusedDraftLayer, packed_call
+from dspark.engine.fused_parts import Angles, addresses, is_plain, plain
 from dspark.numerics import PackedLinear
 from dspark.speculation.proposal import Proposal
-
-FEWEST_ANGLES = 512
-
-
-class Angles:
-    """Cosines and sines of all positions up to the furthest that was asked for: [P, D] float32 each."""
-
-    def __init__(self, rotary: RotaryEmbedding) -> None:
-        self._rotary = rotary
-        self.cos, self.sin = rotary(torch.arange(FEWEST_ANGLES))
-
-    def reach(self, stop: int) -> None:
-        """Let there be those of all positions before `stop`."""
-        if stop > self.cos.shape[0]:
-            self.cos, self.sin = self._rotary(torch.arange(max(stop, 2 * self.cos.shape[0])))
 
 
 class FusedDrafter:
@@ -64,8 +49,8 @@ class FusedDrafter:
         self._d2t = drafter.backbone.d2t.contiguous()
         self._angles = Angles(drafter.backbone.rotary)
         self._weights, self._kept = _weights(drafter, has_chain=self._draws_tokens)
-        self._keys = _addresses([keys.data_ptr() for keys in kv_cache.keys])
-        self._values = _addresses([values.data_ptr() for values in kv_cache.values])
+        self._keys = addresses([keys.data_ptr() for keys in kv_cache.keys])
+        self._values = addresses([values.data_ptr() for values in kv_cache.values])
         self._num_slots = kv_cache.keys[0].shape[1]
         self._kv_cache = kv_cache
 
@@ -94,7 +79,7 @@ class FusedDrafter:
         """Complete the call and make it; then the context of every request is stored. plan: of their blocks."""
         assert plan.num_tokens == len(requests) * self._block_size, "a plan of other blocks"
         memories: list[DraftMemory] = [request.memory for request in requests]
-        parts = [_plain(part) for memory in memories for part in memory.pending.parts]
+        parts = [plain(part) for memory in memories for part in memory.pending.parts]
         num_pending = [memory.pending.num_rows for memory in memories]
         stops = [memory.num_tokens + count for memory, count in zip(memories, num_pending, strict=True)]
         self._angles.reach(max(stops) + self._block_size)
@@ -104,8 +89,8 @@ class FusedDrafter:
         anchors = array("q", (request.anchor_id for request in requests))
         call.num_pending = counts.buffer_info()[0]
         call.part_rows = call.num_pending + counts.itemsize * len(requests)
-        call.parts = ctypes.addressof(part_addresses := _addresses([part.data_ptr() for part in parts]))
-        call.held = ctypes.addressof(held_addresses := _addresses(held))
+        call.parts = ctypes.addressof(part_addresses := addresses([part.data_ptr() for part in parts]))
+        call.held = ctypes.addressof(held_addresses := addresses(held))
         call.anchors = anchors.buffer_info()[0]
         call.drafter = ctypes.addressof(self._weights)
         call.keys, call.values = ctypes.addressof(self._keys), ctypes.addressof(self._values)
@@ -146,7 +131,7 @@ def is_served(drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) ->
         all(type(layer) is FusedDraftLayer for layer in layers)
         and all(type(norm) is RMSNorm for norm in (backbone.hidden_norm, backbone.norm))
         and all(isinstance(linear, PackedLinear) and linear.is_in_panels for linear in linears)
-        and all(_is_plain(tensor) for tensor in [*plain, *kv_cache.keys, *kv_cache.values])
+        and all(is_plain(tensor) for tensor in [*plain, *kv_cache.keys, *kv_cache.values])
     )
 
 
@@ -155,7 +140,7 @@ def _weights(drafter: DSparkDrafter | DFlashDrafter, *, has_chain: bool) -> tupl
     config, backbone, fusion = drafter.config, drafter.backbone, drafter.backbone.anchor_fusion
     markov_head, confidence_head = _heads(drafter)
     layers = [vars(layer)["forward_flat"].fused for layer in backbone.layers]
-    addresses = _addresses([layer.address for layer in layers])
+    layer_addresses = addresses([layer.address for layer in layers])
     weights = native.Drafter(
         fc=packed_call(backbone.fc),
         head=packed_call(backbone.lm_head, config.draft_vocab_size),  # rows behind them are never proposed
@@ -163,7 +148,7 @@ def _weights(drafter: DSparkDrafter | DFlashDrafter, *, has_chain: bool) -> tupl
         norm=backbone.norm.weight.data_ptr(),
         embedding=backbone.embed_tokens.weight.data_ptr(),
         mask=backbone.mask_embedding.data_ptr(),
-        layers=ctypes.addressof(addresses),
+        layers=ctypes.addressof(layer_addresses),
         eps=config.rms_norm_eps,
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale,
@@ -182,7 +167,7 @@ def _weights(drafter: DSparkDrafter | DFlashDrafter, *, has_chain: bool) -> tupl
         weights.confidence = confidence_head.proj.weight.data_ptr()
         weights.confidence_bias = float(confidence_head.proj.bias)
         weights.is_confidence_told_ids = int(confidence_head.with_markov)
-    return weights, [drafter, layers, addresses]
+    return weights, [drafter, layers, layer_addresses]
 
 
 def _heads(drafter: DSparkDrafter | DFlashDrafter) -> tuple[Any, Any]:
@@ -194,20 +179,7 @@ def _is_chain_known(markov_head: nn.Module | None) -> bool:
     return markov_head is None or type(markov_head) in (VanillaMarkovHead, GatedMarkovHead)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _plain(features: Tensor) -> Tensor:
-    """The features as the kernels read them."""
-    return features if _is_plain(features) else features.to(torch.bfloat16).contiguous()
-
-
 def _newest(memory: DraftMemory) -> int:
     """Where the newest feature of a request lies that has none to store."""
     assert memory.newest_feature is not None, "a request is drafted for before its context is stored"
     return memory.newest_feature.data_ptr()
-
-
-def _addresses(values: Sequence[int | None]) -> "ctypes.Array[ctypes.c_void_p]":
-    return (ctypes.c_void_p * len(values))(*values)

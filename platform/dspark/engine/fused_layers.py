@@ -198,7 +198,7 @@ def fuse_layers(model: nn.Module) -> int:
         if name not in WINDOW_OF or not type(module).__module__.startswith("transformers.models."):
             continue
         window = WINDOW_OF[name](module.self_attn)
-        fused = _fused(module, module.self_attn.scaling, window)
+        fused = fused_layer(module, module.self_attn.scaling, window)
         if fused is not None:
             vars(module)["forward"] = TargetLayer(module, fused, module.self_attn.layer_idx)
             num_fused += 1
@@ -219,14 +219,14 @@ def fuse_draft_layers(layers: nn.ModuleList) -> int:
         attention = module.self_attn
         if module.attn_hc or module.ffn_hc or attention.v_proj is None or attention.value_eps is not None:
             continue
-        fused = _fused(module, attention.scaling, None)
+        fused = fused_layer(module, attention.scaling, None)
         if fused is not None:
             vars(module)["forward_flat"] = FusedDraftLayer(module, fused)
             num_fused += 1
     return num_fused
 
 
-def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None:
+def fused_layer(module: Any, scaling: float, window: int | None) -> FusedLayer | None:
     """The layer's weights for the kernel; None where one is not what it takes."""
     available, attention = native.kernels(), module.self_attn
     if available is None or not available.has_products or module.training:
@@ -238,7 +238,7 @@ def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None
     is_silu = type(getattr(module.mlp, "act_fn", None)).__name__ in SILU
     is_packed = all(isinstance(linear, PackedLinear) and linear.is_in_panels for linear in linears)
     is_normed = all(type(norm).__name__.endswith(NORM_SUFFIX) for norm in [*norms, *head_norms])
-    epsilons = {_epsilon(norm) for norm in [*norms, *head_norms]}
+    epsilons = {epsilon(norm) for norm in [*norms, *head_norms]}
     if not (is_silu and is_packed and is_normed) or len(epsilons) != 1 or len(head_norms) == 1:
         return None
     head_dim = attention.head_dim
@@ -261,7 +261,8 @@ def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None
     return FusedLayer(layer, kept)
 
 
-def _epsilon(norm: nn.Module) -> float:
+def epsilon(norm: nn.Module) -> float:
+    """What a norm of this project's or the library's adds to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
 
 

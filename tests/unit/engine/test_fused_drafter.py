@@ -10,7 +10,8 @@ import torch
 from dspark import native
 from dspark.attention.page_pool import PageTable
 from dspark.engine.draft_runner import DraftRequest
-from dspark.engine.fused_drafter import FEWEST_ANGLES, FusedDrafter
+from dspark.engine.fused_drafter import FusedDrafter
+from dspark.engine.fused_parts import FEWEST_ANGLES
 from dspark.engine.paged_draft_runner import PagedDraftRunner
 from dspark.numerics import pack_linears
 from dspark.speculation.proposal import Proposal
