@@ -25,7 +25,7 @@ from dspark.drafters.mtp import MTPBackbone
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.fused_draws import FusedDraws
 from dspark.engine.fused_layers import MODELS, WINDOW_OF, FusedLayer, epsilon, fused_layer, packed_call
-from dspark.engine.fused_parts import Angles, addresses, is_plain, plain
+from dspark.engine.fused_parts import Angles, addresses, checked_ids, flat_features, is_plain
 from dspark.numerics import PackedLinear
 from dspark.speculation.proposal import Proposal
 
@@ -38,7 +38,8 @@ class FusedChain:
     def __init__(self, drafter: AutoregressiveDrafter, layer: FusedLayer, kv_cache: PagedKVCache) -> None:
         backbone: Any = drafter.backbone
         self._kept = drafter, layer, kv_cache
-        self._d2t, self._vocab_size = backbone.d2t.contiguous(), drafter.config.vocab_size
+        self._d2t, self._vocab_size = backbone.d2t.contiguous(), backbone.config.vocab_size
+        self._feature_size = backbone.config.feature_size
         self._size = backbone.embed_tokens.weight.shape[1]
         self._angles = Angles(_rotary(backbone))
         self._keys, self._values = kv_cache.keys[0], kv_cache.values[0]
@@ -96,11 +97,11 @@ class FusedChain:
         at its newest row, of one without new rows. plan: of its new rows and of a row per token but the last.
         """
         draws = FusedDraws(requests, self._d2t, vocab_size=self._vocab_size)
-        flat = [plain(part) for own in parts for part in own]
+        flat = flat_features(chain.from_iterable(parts), self._feature_size)
         num_new = [len(own) for own in ids]
         assert sum(num_new) == sum(part.shape[0] for part in flat), "a feature per row"
         counts = array("i", chain(num_new, (part.shape[0] for part in flat)))
-        told = array("q", chain.from_iterable(ids))
+        told = checked_ids(list(chain.from_iterable(ids)), self._vocab_size)
         self._angles.reach(max(request.memory.num_rows for request in requests) + max(draws.lengths))
         newest = torch.empty(len(requests), self._size, dtype=torch.bfloat16)
         part_addresses = addresses([part.data_ptr() for part in flat])

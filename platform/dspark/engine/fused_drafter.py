@@ -31,7 +31,7 @@ from dspark.engine.draft_memory import DraftMemory
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.fused_draws import FusedDraws
 from dspark.engine.fused_layers import FusedDraftLayer, packed_call
-from dspark.engine.fused_parts import Angles, addresses, is_plain, plain
+from dspark.engine.fused_parts import Angles, addresses, checked_ids, flat_features, is_plain
 from dspark.numerics import PackedLinear
 from dspark.speculation.proposal import Proposal
 
@@ -42,7 +42,7 @@ class FusedDrafter:
     def __init__(self, drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) -> None:
         assert is_served(drafter, kv_cache), "a drafter that the kernels do not know"
         config, (markov_head, confidence_head) = drafter.config, _heads(drafter)
-        self._vocab_size = config.vocab_size
+        self._vocab_size, self._feature_size = config.vocab_size, config.feature_size
         self._hidden_size, self._block_size = config.hidden_size, config.block_size
         self._has_confidence = confidence_head is not None
         self._draws_tokens = _is_chain_known(markov_head) and config.final_logit_softcapping is None
@@ -79,14 +79,14 @@ class FusedDrafter:
         """Complete the call and make it; then the context of every request is stored. plan: of their blocks."""
         assert plan.num_tokens == len(requests) * self._block_size, "a plan of other blocks"
         memories: list[DraftMemory] = [request.memory for request in requests]
-        parts = [plain(part) for memory in memories for part in memory.pending.parts]
+        parts = flat_features((part for memory in memories for part in memory.pending.parts), self._feature_size)
         num_pending = [memory.pending.num_rows for memory in memories]
         stops = [memory.num_tokens + count for memory, count in zip(memories, num_pending, strict=True)]
         self._angles.reach(max(stops) + self._block_size)
         held = [None if count else _newest(memory) for memory, count in zip(memories, num_pending, strict=True)]
         newest = torch.empty(len(memories), self._hidden_size, dtype=torch.bfloat16)
         counts = array("i", chain(num_pending, (part.shape[0] for part in parts)))
-        anchors = array("q", (request.anchor_id for request in requests))
+        anchors = checked_ids([request.anchor_id for request in requests], self._vocab_size)
         call.num_pending = counts.buffer_info()[0]
         call.part_rows = call.num_pending + counts.itemsize * len(requests)
         call.parts = ctypes.addressof(part_addresses := addresses([part.data_ptr() for part in parts]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from dspark import native
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.draws import uniforms_of
+from dspark.engine.sampling import MIN_TEMPERATURE
 from dspark.speculation.proposal import Proposal
 
 CPU = torch.device("cpu")
@@ -45,11 +46,7 @@ class FusedDraws:
     @staticmethod
     def serve(requests: Sequence[DraftRequest], num_draft_ids: int) -> bool:
         """Whether the kernels draw these requests' tokens: seeded and sparse ones they do not."""
-        return all(
-            request.temperature == 0
-            or (request.noise_key is None and (request.top_k is None or request.top_k >= num_draft_ids))
-            for request in requests
-        )
+        return all(request.temperature == 0 or _is_plainly_drawn(request, num_draft_ids) for request in requests)
 
     def proposals(self, confidence_logits: Tensor | None = None) -> list[Proposal]:
         """One per request, as long as it asked for, after the call. confidence_logits: [N] float32."""
@@ -74,7 +71,16 @@ class FusedDraws:
         ]
 
 
+def _is_plainly_drawn(request: DraftRequest, num_draft_ids: int) -> bool:
+    """Whether its tokens come from all of the draft vocabulary, by numbers that are known beforehand."""
+    is_dense = request.top_k is None or request.top_k >= num_draft_ids
+    # Below that temperature float32 may have no number for what it makes of a logit, or none for itself.
+    return request.noise_key is None and is_dense and request.temperature >= MIN_TEMPERATURE
+
+
 def _uniforms(requests: Sequence[DraftRequest]) -> Tensor:
     """What tokens are drawn with: [N] float32, zeros where none are."""
     parts = [uniforms_of(one, CPU) if one.temperature > 0 else torch.zeros(one.max_tokens) for one in requests]
-    return torch.cat(parts)
+    uniforms = torch.cat(parts)
+    assert uniforms.numel() == sum(one.max_tokens for one in requests), "a number per token to draw"
+    return uniforms

@@ -1,7 +1,8 @@
 """What fused drafters hand to the CPU kernels beside their weights. Legend: D head width, P positions."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,14 +30,22 @@ class Angles:
         return cos.float().contiguous(), sin.float().contiguous()
 
 
+def flat_features(parts: Iterable[Tensor], width: int) -> list[Tensor]:
+    """Parts of features, [rows, width] each, as the kernels read them."""
+    flat = [part if is_plain(part) else part.to(torch.bfloat16).contiguous() for part in parts]
+    assert all(part.shape[1] == width for part in flat), f"features of another width than {width}"
+    return flat
+
+
+def checked_ids(token_ids: Sequence[int], vocab_size: int) -> "array[int]":
+    """The ids as the kernels read them, who look each up where it says."""
+    assert not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size), f"ids beyond {vocab_size} tokens"
+    return array("q", token_ids)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the kernels read it as it is."""
     return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor as the kernels read it."""
-    return tensor if is_plain(tensor) else tensor.to(torch.bfloat16).contiguous()
 
 
 def addresses(values: Sequence[int | None]) -> "ctypes.Array[ctypes.c_void_p]":
