@@ -81,6 +81,60 @@ class LayersCall(Structure):
     ]
 
 
+class Choice(Structure):
+    """`draw.h: Choice`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("lengths", "temperatures", "uniforms", "d2t", "columns", "token_ids", "probs")),
+        ("num_ids", c_int64),
+    ]
+
+
+class Drafter(Structure):
+    """`draft_call.h: Drafter`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("fc", "anchor_shift", "mask_shift", "head", "gate", "bias")),
+        *((name, c_void_p) for name in ("hidden_norm", "norm", "embedding", "mask", "slot_shift", "previous")),
+        *((name, c_void_p) for name in ("confidence", "layers")),
+        *((name, c_float) for name in ("eps", "embedding_scale", "logit_scale", "confidence_bias")),
+        *((name, c_int32) for name in ("num_layers", "block_size", "is_confidence_told_ids", "unused")),
+    ]
+
+
+class DraftCall(Structure):
+    """`draft_call.h: DraftCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows")),
+        *((name, c_void_p) for name in ("num_pending", "held", "newest", "anchors", "states", "confidences")),
+        ("num_slots", c_int64),
+        ("choice", Choice),
+    ]
+
+
+class ChainDrafter(Structure):
+    """`chain.h: ChainDrafter`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("fc", "join", "head")),
+        *((name, c_void_p) for name in ("token_norm", "state_norm", "norm", "embedding", "layer")),
+        ("eps", c_float),
+        ("size", c_int32),
+    ]
+
+
+class ChainCall(Structure):
+    """`chain.h: ChainCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows", "num_new")),
+        *((name, c_void_p) for name in ("ids", "held", "newest")),
+        ("num_slots", c_int64),
+        ("choice", Choice),
+    ]
+
+
 class Schedule(Structure):
     """`schedule.h: Schedule`."""
 
@@ -113,9 +167,12 @@ class Kernels:
         if not self.has_products:
             return
         self._linear, self._layers = functions.dspark_linear, functions.dspark_layers
+        self._draft, self._chain = functions.dspark_draft, functions.dspark_chain
         self._linear.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32]
         self._layers.argtypes = [POINTER(LayersCall), POINTER(Batch)]
-        self._linear.restype = self._layers.restype = None
+        self._draft.argtypes = [POINTER(DraftCall), POINTER(Batch)]
+        self._chain.argtypes = [POINTER(ChainCall), POINTER(Batch)]
+        self._linear.restype = self._layers.restype = self._draft.restype = self._chain.restype = None
 
     def attention(self, batch: Batch, layer: Attention) -> None:
         """Store the new keys and values of a layer, then attend."""
@@ -170,6 +227,14 @@ class Kernels:
     def layers(self, call: LayersCall, batch: Batch) -> None:
         """Decoder layers, from what the first is given to what the last gives."""
         self._layers(byref(call), byref(batch))
+
+    def draft(self, call: DraftCall, batch: Batch) -> None:
+        """A drafter's round: its context, its block and its tokens."""
+        self._draft(byref(call), byref(batch))
+
+    def chain(self, call: ChainCall, batch: Batch) -> None:
+        """A round of a drafter that goes on from its own states, token by token."""
+        self._chain(byref(call), byref(batch))
 
 
 @cache

@@ -1,6 +1,7 @@
 // What Python calls, by plain C names and addresses: nothing of PyTorch's is compiled in, which keeps the build to
 // seconds and the result usable by every version of it.
-#include "layer.h"
+#include "chain.h"
+#include "draft.h"
 #include "schedule.h"
 
 using namespace dspark;
@@ -59,6 +60,10 @@ void dspark_linear(const bf16* weight, const bf16* bias, int in, int out, const 
 }
 
 void dspark_layers(const LayersCall* call, const Batch* batch) { run_layers(*call, *batch); }
+
+void dspark_draft(const DraftCall* call, const Batch* batch) { draft(*call, *batch); }
+
+void dspark_chain(const ChainCall* call, const Batch* batch) { chain(*call, *batch); }
 #endif
 
 }  // extern "C"
