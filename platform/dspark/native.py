@@ -160,7 +160,7 @@ class Kernels:
         max_drafted: int | None,
         most_tried: int,
     ) -> list[bool] | None:
-        """`prefix_scheduler.choose_drafting`; None as above. is_free: a byte each; draft_s: address of its table."""
+        """`drafting_choice.choose_drafting`; None as above. is_free: a byte each; draft_s: address of its table."""
         drafted = array("B", bytes(step.num_requests))
         most = -1 if max_drafted is None else max(0, max_drafted)
         address = drafted.buffer_info()[0]

@@ -12,8 +12,9 @@ from dspark.engine.running import RunningRequest
 from dspark.engine.step import Launched
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.drafting_choice import choose_drafting
 from dspark.speculation.fleet import FREE
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.speculation.proposal import Proposal
 
 PROBE_SLOTS, PROBE_LENGTH = 3, 2  # of a probe: drafted; verified where no confidences tell anything without
@@ -134,8 +135,7 @@ class SpeculationPolicy:
             num_steps=1 + self._idle.num_spared,
         ):
             decoding[place].is_probed = True
-        kept = zip(expected, chosen, is_free, strict=True)
-        rows = [row if is_chosen or is_copied else [] for row, is_chosen, is_copied in kept]
+        rows = [row if one or free else [] for row, one, free in zip(expected, chosen, is_free, strict=True)]
         lengths = self._lengths(decoding, rows, fixed, prefill_tokens, num_drafted=sum(chosen))
         wanted = []
         for i, running in enumerate(decoding):

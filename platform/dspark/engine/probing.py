@@ -10,7 +10,8 @@ from operator import is_, mul
 
 from dspark.engine.running import RunningRequest
 from dspark.speculation.cost_curve import CostCurve
-from dspark.speculation.prefix_scheduler import FixedLengths, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
+from dspark.speculation.quick_scheduler import FixedLengths
 
 PROBE_SHARE = 0.005  # of the time of the steps in which somebody waits to be probed: features are stored before
 LEFT_IN_PEACE = 3  # steps of the same requests after one that drafted for none: what is expected of them hardly changes

@@ -12,7 +12,8 @@ from typing import Any
 from dspark.errors import MissingInput
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import PROFILE_REMEDY, CostCurve
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.storage import Location
 
 SPECULATE, PLAIN = "speculate", "do not speculate"

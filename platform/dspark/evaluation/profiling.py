@@ -22,7 +22,8 @@ from dspark.engine.step_samples import Samples, take_samples
 from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.targets import TargetConfig, load_target, load_target_config, load_tokenizer, vocabulary_size
 from dspark.tracking import TrackingConfig
 

@@ -1,5 +1,5 @@
-// The two searches of the scheduler in microseconds. Slow twins: `allocate` and `choose_drafting` in
-// dspark/speculation/prefix_scheduler.py, where the rules are explained; here they are only carried out.
+// The two searches of the scheduler in microseconds. Slow twins: `allocate` in prefix_scheduler.py and
+// `choose_drafting` in drafting_choice.py of dspark/speculation, which explain the rules; here they are carried out.
 #pragma once
 
 #include "common.h"
@@ -18,7 +18,7 @@ struct Schedule {
   double others_s;          // what the requests beside the first add to a step
 };
 
-constexpr double ROUNDING = 1e-6;  // as in prefix_scheduler.py
+constexpr double ROUNDING = 1e-6;  // as in ranked_step.py
 
 // Whether every row is a cumulative product, and every fixed length one that its row has.
 inline bool is_sound(const Schedule& step) {

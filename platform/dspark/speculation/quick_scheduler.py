@@ -1,6 +1,6 @@
 """The scheduler's two searches on a CPU kernel: a step of few milliseconds has no time for them in Python.
 
-Slow twins, which explain the rules and refuse what is not sound: `allocate`, `choose_drafting` in prefix_scheduler.
+Slow twins, which explain the rules and refuse what is not sound: `prefix_scheduler`, `drafting_choice`.
 """
 
 from array import array

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dspark.evaluation.simulated_rules import Costs, admit, best_totals, choose_drafted, threshold_lengths
-from dspark.speculation.prefix_scheduler import PrefixScheduler, best_total, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler, best_total
 from scheduling_toys import Rows, random_curve, random_rows
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from dspark import native
-from dspark.speculation import prefix_scheduler
+from dspark.speculation import drafting_choice, prefix_scheduler
 from dspark.speculation.cost_curve import CostCurve
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.speculation.quick_scheduler import quick_allocate, quick_choice
 from scheduling_toys import random_curve, random_rows
 
@@ -33,8 +34,8 @@ def by_both(monkeypatch: pytest.MonkeyPatch, decide: Callable[[], Any]) -> tuple
     """What the kernel decides, and what its twin does."""
     fast = decide()
     with monkeypatch.context() as patch:
-        for name in ("quick_allocate", "quick_choice"):
-            patch.setattr(prefix_scheduler, name, lambda *args, **options: None)
+        patch.setattr(prefix_scheduler, "quick_allocate", lambda *args, **options: None)
+        patch.setattr(drafting_choice, "quick_choice", lambda *args, **options: None)
         return fast, decide()
 
 
