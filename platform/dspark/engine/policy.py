@@ -112,8 +112,8 @@ class SpeculationPolicy:
         if self.curve is None or all(is_free) or all(length is not None for length in fixed):
             return [0 if is_copied else length or 0 for is_copied, length in zip(is_free, fixed, strict=True)]
         limits = [self._fitting(running, self.block_size) for running in decoding]
-        expected = [self._expected(running, limit) for running, limit in zip(decoding, limits, strict=True)]
-        chosen = choose_drafting(
+        expected = [running.past_survival(limit) for running, limit in zip(decoding, limits, strict=True)]
+        chosen, lengths = choose_drafting(
             expected,
             self.curve,
             prefill_tokens=prefill_tokens,
@@ -121,6 +121,8 @@ class SpeculationPolicy:
             is_free=is_free,
             min_gain=self.min_gain,
             max_drafted=self.share.max_drafted,
+            capacity=self._capacity,
+            floor=self.share.floor,
             weights=self.share.weights_for(running.request.priority for running in decoding),
         )
         for place in self._probing.choose(
@@ -135,8 +137,6 @@ class SpeculationPolicy:
             num_steps=1 + self._idle.num_spared,
         ):
             decoding[place].is_probed = True
-        rows = [row if one or free else [] for row, one, free in zip(expected, chosen, is_free, strict=True)]
-        lengths = self._lengths(decoding, rows, fixed, prefill_tokens, num_drafted=sum(chosen))
         wanted = []
         for i, running in enumerate(decoding):
             forced = fixed[i]
@@ -194,7 +194,7 @@ class SpeculationPolicy:
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
         """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
         return [
-            self.confidences.survival(running, proposal) or self._expected(running, proposal.num_tokens)
+            self.confidences.survival(running, proposal) or running.past_survival(proposal.num_tokens)
             for running, proposal in zip(drafted, proposals, strict=True)
         ]
 
@@ -240,6 +240,11 @@ class SpeculationPolicy:
         }
         return num_fixed + self._lagged.total(Members(is_drafted, prefill_tokens + num_fixed))
 
+    @property
+    def _capacity(self) -> int | None:
+        """Most draft tokens of a step."""
+        return min((bound for bound in (self.share.capacity, self.room) if bound is not None), default=None)
+
     def _lengths(
         self,
         decoding: Sequence[RunningRequest],
@@ -252,7 +257,7 @@ class SpeculationPolicy:
     ) -> list[int]:
         """total: draft tokens to verify, whatever the curve says of the present survival; None asks the curve."""
         assert self.curve is not None
-        capacity = min((bound for bound in (self.share.capacity, self.room) if bound is not None), default=None)
+        capacity = self._capacity
         if total is not None:
             total = capacity = total if capacity is None else min(total, capacity)
         return self._scheduler.allocate(
@@ -284,12 +289,6 @@ class SpeculationPolicy:
         if running.is_probed and not self.has_confidence:
             return PROBE_LENGTH
         return self.fixed_length(running)
-
-    def _expected(self, running: RunningRequest, num_tokens: int) -> list[float]:
-        """Survival from past rounds, of so many tokens that are drafted, or of the copy."""
-        if running.is_copied and running.copies is not None:
-            return running.copies.survival()
-        return running.estimate.survival(num_tokens)
 
     def _fitting(self, running: RunningRequest, length: int) -> int:
         return max(0, min(length, running.room, self.block_size)) if running.is_draftable else 0

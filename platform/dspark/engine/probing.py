@@ -66,7 +66,7 @@ class Probing:
         rows = [*expected]
         for place in due:
             rows[place] = list(accumulate(repeat(HOPE, limits[place]), mul))
-        hopeful = choose_drafting(rows, curve, prefill_tokens=prefill_tokens, fixed=fixed, is_free=is_free)
+        hopeful, _ = choose_drafting(rows, curve, prefill_tokens=prefill_tokens, fixed=fixed, is_free=is_free)
         if not any(hopeful[place] for place in due):
             return []
         self._saved_s = 0.0

@@ -122,6 +122,12 @@ class RunningRequest:
         """Of the next token to be output, in prompt and output together."""
         return len(self.request.prompt_ids) + len(self.output_ids)
 
+    def past_survival(self, num_tokens: int) -> list[float]:
+        """Survival from past rounds, of so many tokens that are drafted, or of the copy."""
+        if self.is_copied and self.copies is not None:
+            return self.copies.survival()
+        return self.estimate.survival(num_tokens)
+
     def note_turn(self, *, is_drafted: bool) -> None:
         """A step in which the drafter is asked for it, or is not."""
         if is_drafted or not self.is_draftable:

@@ -13,7 +13,6 @@ from dspark.errors import MissingInput
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import PROFILE_REMEDY, CostCurve
 from dspark.speculation.drafting_choice import choose_drafting
-from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.storage import Location
 
 SPECULATE, PLAIN = "speculate", "do not speculate"
@@ -71,10 +70,8 @@ def forecast(
 
 
 def _at(curve: CostCurve, survival: list[float], number: int, min_gain: float) -> LoadForecast:
-    drafted = choose_drafting([survival] * number, curve, min_gain=min_gain)
-    rows = [survival if is_drafted else [] for is_drafted in drafted]
+    drafted, lengths = choose_drafting([survival] * number, curve, min_gain=min_gain)
     draft_s = curve.draft_seconds(sum(drafted))
-    lengths = PrefixScheduler().allocate(rows, curve, draft_s=draft_s)
     tokens = number + sum(sum(survival[:length]) for length in lengths)
     batch = number + sum(lengths)
     plain = number / _step_s(curve, number, number)

@@ -23,7 +23,6 @@ from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_sh
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
 from dspark.speculation.drafting_choice import choose_drafting
-from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.targets import TargetConfig, load_target, load_target_config, load_tokenizer, vocabulary_size
 from dspark.tracking import TrackingConfig
 
@@ -177,12 +176,10 @@ def verify_budgets(
     """
     rows = []
     for number in num_requests:
-        drafted = choose_drafting([survival] * number, curve)
-        expected = [survival if is_drafted else [] for is_drafted in drafted]
+        drafted, lengths = choose_drafting([survival] * number, curve)
         draft_s = curve.draft_seconds(sum(drafted))
-        lengths = PrefixScheduler().allocate(expected, curve, draft_s=draft_s)
         batch_tokens = number + sum(lengths)
-        tau = number + sum(sum(row[:length]) for row, length in zip(expected, lengths, strict=True))
+        tau = number + sum(sum(survival[:length]) for length in lengths)
         others_s = (number - 1) * curve.request_s
         plain_s = curve.verify_seconds(number) + others_s
         step_s = curve.verify_seconds(batch_tokens) + others_s + draft_s

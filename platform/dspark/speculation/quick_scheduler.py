@@ -85,25 +85,28 @@ def quick_choice(
     is_free: Sequence[bool] | None,
     min_gain: float,
     max_drafted: int | None,
+    capacity: int | None,
+    floor: int,
     weights: Sequence[float] | None,
     most_tried: int,
-) -> list[bool] | None:
-    """Who is drafted as `choose_drafting` says; None leaves it to that."""
+) -> tuple[list[bool], list[int]] | None:
+    """Who is drafted and what is verified as `choose_drafting` says; None leaves it to that."""
     kernels = native.kernels()
     if kernels is None or not _are_lengths(fixed, len(survival)):
         return None
     step = Step(survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, weights=weights)
-    free = bytes(len(survival)) if is_free is None else bytes(is_free)
+    free = array("B", bytes(len(survival)) if is_free is None else bytes(is_free))
     draft_s = curve.lookup.drafting(len(survival))
-    address = draft_s.buffer_info()[0]
-    return kernels.choose_drafting(
-        step.call,
-        is_free=free,
-        draft_s=address,
+    search = native.Search(
+        is_free=free.buffer_info()[0],
+        draft_s=draft_s.buffer_info()[0],
         min_gain=min_gain,
-        max_drafted=max_drafted,
+        capacity=-1 if capacity is None else max(0, capacity),
+        floor=floor,
+        max_drafted=-1 if max_drafted is None else max(0, max_drafted),
         most_tried=most_tried,
     )
+    return kernels.choose_drafting(step.call, search)
 
 
 def _are_lengths(fixed: FixedLengths | None, num_requests: int) -> bool:

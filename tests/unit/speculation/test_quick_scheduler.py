@@ -58,7 +58,11 @@ def test_who_is_drafted_equals_the_twins_choice(seed: int, monkeypatch: pytest.M
     rng = random.Random(seed)
     is_free = [bool(row) and rng.random() < 0.2 for row in survival] if seed % 2 else None
     options |= {"is_free": is_free, "min_gain": rng.choice([0.0, 0.05])}
-    options |= {"max_drafted": rng.choice([None, 0, 3])}
+    options |= {
+        "max_drafted": rng.choice([None, 0, 3]),
+        "floor": rng.choice([0, 0, 3]),
+        "capacity": rng.choice([None, 0, 6]),
+    }
     fast, slow = by_both(monkeypatch, lambda: choose_drafting(survival, curve, **options))
     assert fast == slow
 
@@ -68,7 +72,9 @@ def test_what_is_not_sound_is_left_to_the_twin_which_says_why() -> None:
     options: dict[str, Any] = {"prefill_tokens": 0, "fixed": None, "weights": None}
     for row in ([0.5, 0.6], [1.5], [-0.1], [float("nan")]):
         assert quick_allocate([row], flat, draft_s=0.0, capacity=None, floor=0, **options) is None
-        assert quick_choice([row], flat, is_free=None, min_gain=0.0, max_drafted=None, most_tried=32, **options) is None
+        search: dict[str, Any] = {"is_free": None, "min_gain": 0.0, "max_drafted": None, "most_tried": 32}
+        search |= {"capacity": None, "floor": 0}
+        assert quick_choice([row], flat, **search, **options) is None
         with pytest.raises(ValueError, match="cumulative product"):
             allocate([row], flat)
     for fixed in ([2], [-1], [1, 1]):
