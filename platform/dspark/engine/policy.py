@@ -6,9 +6,9 @@ from dspark.engine.confidences import Confidences
 from dspark.engine.curve_correction import CurveCorrection
 from dspark.engine.estimates import PriorEstimate
 from dspark.engine.lagged_capacity import LaggedCapacity, Members, Picture
-from dspark.engine.lookup import Lookup
+from dspark.engine.lookup import Lookup, num_likely
 from dspark.engine.probing import Idleness, Probing
-from dspark.engine.running import RunningRequest
+from dspark.engine.running import RunningRequest, stored_tokens
 from dspark.engine.step import Launched
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
@@ -20,7 +20,6 @@ from dspark.speculation.proposal import Proposal
 PROBE_SLOTS, PROBE_LENGTH = 3, 2  # of a probe: drafted; verified where no confidences tell anything without
 NUM_AHEAD = 1  # slots drafted beyond those that past rounds make worth verifying: confidences may show a better block
 MEAN_WEIGHT = 0.2  # of a step, in the mean of what is verified
-LIKELY = 0.5  # survival from which on a copy is verified where no curve says what that costs
 
 
 class SpeculationPolicy:
@@ -117,6 +116,7 @@ class SpeculationPolicy:
             expected,
             self.curve,
             prefill_tokens=prefill_tokens,
+            context_tokens=stored_tokens(decoding),
             fixed=fixed,
             is_free=is_free,
             min_gain=self.min_gain,
@@ -177,6 +177,7 @@ class SpeculationPolicy:
         has_changed = self._correction.note(
             num_tokens=launched.batch.num_tokens,
             num_requests=len(launched.works),
+            context_tokens=launched.context_tokens,
             num_drafted=launched.num_drafted,
             draft_s=launched.draft_s,
             verify_s=step_s - launched.draft_s,
@@ -217,7 +218,7 @@ class SpeculationPolicy:
         )
         if self.curve is None:
             pairs = zip(bound, survival, strict=True)
-            lengths = self.share.cut([_likely(row) if length is None else length for length, row in pairs])
+            lengths = self.share.cut([num_likely(row) if length is None else length for length, row in pairs])
             return [length or 0 for length in lengths]
         drafted = sum(1 for running, row in zip(decoding, survival, strict=True) if row and not running.is_copied)
         total = self._lagged_total(decoding, survival, bound, prefill_tokens)
@@ -234,6 +235,7 @@ class SpeculationPolicy:
         if self._lagged is None:
             return None
         num_fixed = sum(length or 0 for length in bound)
+        self._lagged.context_tokens = stored_tokens(decoding)
         is_drafted = {
             running.request.request_id: length is None and len(row) > 0
             for running, row, length in zip(decoding, survival, bound, strict=True)
@@ -264,6 +266,7 @@ class SpeculationPolicy:
             survival,
             self.curve,
             prefill_tokens=prefill_tokens,
+            context_tokens=stored_tokens(decoding),
             draft_s=self.curve.draft_seconds(num_drafted),
             capacity=capacity,
             floor=max(total or 0, self.share.floor),
@@ -292,8 +295,3 @@ class SpeculationPolicy:
 
     def _fitting(self, running: RunningRequest, length: int) -> int:
         return max(0, min(length, running.room, self.block_size)) if running.is_draftable else 0
-
-
-def _likely(survival: Sequence[float]) -> int:
-    """Copied tokens that rather stand than fall. survival: from past rounds, non-increasing."""
-    return sum(chance >= LIKELY for chance in survival)

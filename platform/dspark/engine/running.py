@@ -1,5 +1,6 @@
 """One request while it runs: what it has read and written, where its KV memory lies, what its drafter knows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -147,6 +148,11 @@ class RunningRequest:
             noise_key=self.noise_key if self.mode == "seeded" else None,
             position=self.next_position,
         )
+
+
+def stored_tokens(requests: Sequence[RunningRequest]) -> int:
+    """What they have in KV memory, all together."""
+    return sum(running.table.num_tokens for running in requests)
 
 
 def new_generator(request: GenerationRequest, device: torch.device) -> torch.Generator | None:

@@ -96,7 +96,7 @@ def _at(curve: CostCurve, survival: list[float], number: int, min_gain: float) -
 
 
 def _step_s(curve: CostCurve, number: int, batch: int) -> float:
-    return curve.verify_seconds(batch) + (number - 1) * curve.request_s
+    return curve.step_seconds(batch, num_requests=number)
 
 
 def _static(curve: CostCurve, survival: Sequence[float], number: int, length: int) -> float:

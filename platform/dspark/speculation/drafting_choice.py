@@ -37,6 +37,7 @@ def choose_drafting(
     curve: CostCurve,
     *,
     prefill_tokens: int = 0,
+    context_tokens: int | None = None,
     fixed: FixedLengths | None = None,
     is_free: Sequence[bool] | None = None,
     min_gain: float = 0.0,
@@ -48,7 +49,7 @@ def choose_drafting(
     """Which requests to draft in this step, maximising (R + sum a) / (T_verify(B) + T_draft(requests drafted)).
 
     expected_survival: one row per request from past rounds; an empty row is a request that cannot be drafted.
-    fixed: as in `allocate`; a request with a fixed length is drafted exactly if that is not 0.
+    context_tokens, fixed: as in `allocate`; a request with a fixed length is drafted exactly if that is not 0.
     is_free: per request, whether its draft tokens are there already: it is not drafted and costs no drafting, but its
     slots take their share of the batch.
     A set of requests is judged by the lengths `allocate` would give it: what it would not verify is not worth drafting.
@@ -68,6 +69,7 @@ def choose_drafting(
         expected_survival,
         curve,
         prefill_tokens=prefill_tokens,
+        context_tokens=context_tokens,
         fixed=fixed,
         is_free=is_free,
         min_gain=min_gain,
@@ -79,7 +81,7 @@ def choose_drafting(
     )
     if decided is not None:
         return DraftingChoice(*decided)
-    step = rank_slots(expected_survival, fixed, prefill_tokens, weights)
+    step = rank_slots(expected_survival, fixed, prefill_tokens, weights, context_tokens=context_tokens)
     free = np.zeros(len(expected_survival), dtype=np.bool_) if is_free is None else np.array(is_free, dtype=np.bool_)
     judge = _Judge(step, curve, free, capacity=capacity, floor=floor)
     best = _chosen(judge, min_gain=min_gain, max_drafted=max_drafted)

@@ -5,8 +5,8 @@ A step over B = R + sum(lengths) + prefill tokens yields tau = R + sum of a over
 every request costs its anchor and yields the target's own token, whether drafted or not.
 
 Source: DSpark §3.2.2, Alg. 1; ALGORITHMS "scheduling". Theta = tau / (T_verify(B) + T_draft), where T_verify has what
-each of R requests costs beside its tokens (`CostCurve.request_s`), and has not what the step's other tokens cost: they
-are read whatever is decided, and yield later. A step of many seconds would make any draft token seem cheap.
+each of R requests costs beside its tokens (`CostCurve.request_s`, `context_s`), and has not what the step's other
+tokens cost: they are read whatever is decided, and yield later. A step of seconds would make any token seem cheap.
 """
 
 from collections.abc import Sequence
@@ -37,6 +37,7 @@ class PrefixScheduler:
         curve: CostCurve,
         *,
         prefill_tokens: int = 0,
+        context_tokens: int | None = None,
         draft_s: float = 0.0,
         capacity: int | None = None,
         floor: int = 0,
@@ -48,7 +49,8 @@ class PrefixScheduler:
         survival: one row per request, non-increasing; an empty row is a request that was not drafted, it still costs
         one token. Row entry k may depend on draft tokens before k, never on token k itself (its own draft probability
         is no confidence). The stop follows the curve without its buckets, then the batch is filled to its bucket.
-        prefill_tokens: other tokens of the step. draft_s: seconds drafting took or will take.
+        prefill_tokens: other tokens of the step. context_tokens: what the requests have in KV memory, all together;
+        None takes what the curve was measured at. draft_s: seconds drafting took or will take.
         capacity, floor: bounds on the sum of lengths, known before the block was drafted; floor slots are admitted by
         rank without asking the curve (the capacity of the lagged form), capacity is never exceeded by a decision.
         fixed: a length that is not up for decision, or None, per request. It counts in B, tau, capacity and floor.
@@ -61,6 +63,7 @@ class PrefixScheduler:
             survival,
             curve,
             prefill_tokens=prefill_tokens,
+            context_tokens=context_tokens,
             draft_s=draft_s,
             capacity=capacity,
             floor=floor,
@@ -69,7 +72,7 @@ class PrefixScheduler:
         )
         if decided is not None:
             return decided
-        step = rank_slots(survival, fixed, prefill_tokens, weights)
+        step = rank_slots(survival, fixed, prefill_tokens, weights, context_tokens=context_tokens)
         num_fixed = int(step.lengths.sum())
         slots = step.slots if capacity is None else step.slots[: max(0, capacity - num_fixed)]
         step_s = smooth_seconds(step, curve) + draft_s
@@ -80,7 +83,12 @@ class PrefixScheduler:
 
 
 def best_total(
-    survival: Sequence[Sequence[float]], curve: CostCurve, *, prefill_tokens: int = 0, draft_s: float = 0.0
+    survival: Sequence[Sequence[float]],
+    curve: CostCurve,
+    *,
+    prefill_tokens: int = 0,
+    context_tokens: int | None = None,
+    draft_s: float = 0.0,
 ) -> int:
     """Draft tokens of a step, all requests' together, that maximise tau / (T_verify(B) + draft_s): the lower of equals.
 
@@ -89,7 +97,7 @@ def best_total(
     """
     if not survival:
         return 0
-    step = rank_slots(survival, None, prefill_tokens)
+    step = rank_slots(survival, None, prefill_tokens, context_tokens=context_tokens)
     padded = [curve.padded_tokens(step.tokens + num_slots) for num_slots in range(len(step.slots) + 1)]
     seconds = curve.smooth_verify_array(np.array(padded)) + others_s(step, curve) + draft_s
     tau = np.cumsum(np.concatenate(([step.tau], step.slots)))

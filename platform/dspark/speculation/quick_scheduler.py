@@ -23,6 +23,7 @@ class Step:
         *,
         fixed: FixedLengths | None,
         prefill_tokens: int,
+        context_tokens: int | None,
         weights: Sequence[float] | None,
     ) -> None:
         num_requests = len(survival)
@@ -41,12 +42,15 @@ class Step:
             weights=None if self._weights is None else self._weights.buffer_info()[0],
             verify_s=self._seconds.buffer_info()[0],
             padded=self._padded.buffer_info()[0],
-            others_s=other_seconds(curve, num_requests, num_tokens, prefill_tokens),
+            others_s=other_seconds(curve, num_requests, num_tokens, prefill_tokens, context_tokens),
         )
 
 
-def other_seconds(curve: CostCurve, num_requests: int, num_tokens: int, prefill_tokens: int) -> float:
-    """What is added to the curve's seconds of a step: for its requests beside the first, less for its other tokens.
+def other_seconds(
+    curve: CostCurve, num_requests: int, num_tokens: int, prefill_tokens: int, context_tokens: int | None
+) -> float:
+    """What is added to the curve's seconds of a step: for its requests beside the first and for their contexts, less
+    for its other tokens.
 
     num_tokens: all that are sure to be in it, prefill_tokens of them others'.
     """
@@ -54,7 +58,7 @@ def other_seconds(curve: CostCurve, num_requests: int, num_tokens: int, prefill_
     if prefill_tokens:
         with_them, without = (curve.smooth_verify_seconds(n) for n in (num_tokens, num_tokens - prefill_tokens))
         sunk_s = with_them - without
-    return (num_requests - 1) * curve.request_s - sunk_s
+    return (num_requests - 1) * curve.request_s + curve.context_seconds(num_requests, context_tokens) - sunk_s
 
 
 def quick_allocate(
@@ -62,6 +66,7 @@ def quick_allocate(
     curve: CostCurve,
     *,
     prefill_tokens: int,
+    context_tokens: int | None,
     draft_s: float,
     capacity: int | None,
     floor: int,
@@ -72,7 +77,9 @@ def quick_allocate(
     kernels = native.kernels()
     if kernels is None or not _are_lengths(fixed, len(survival)):
         return None
-    step = Step(survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, weights=weights)
+    step = Step(
+        survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, context_tokens=context_tokens, weights=weights
+    )
     return kernels.allocate(step.call, draft_s=draft_s, capacity=capacity, floor=floor)
 
 
@@ -81,6 +88,7 @@ def quick_choice(
     curve: CostCurve,
     *,
     prefill_tokens: int,
+    context_tokens: int | None,
     fixed: FixedLengths | None,
     is_free: Sequence[bool] | None,
     min_gain: float,
@@ -94,7 +102,9 @@ def quick_choice(
     kernels = native.kernels()
     if kernels is None or not _are_lengths(fixed, len(survival)):
         return None
-    step = Step(survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, weights=weights)
+    step = Step(
+        survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, context_tokens=context_tokens, weights=weights
+    )
     free = array("B", bytes(len(survival)) if is_free is None else bytes(is_free))
     draft_s = curve.lookup.drafting(len(survival))
     search = native.Search(

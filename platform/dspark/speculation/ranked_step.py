@@ -21,12 +21,14 @@ ROUNDING = 1e-6
 class RankedStep:
     """A step before anything is decided, and the slots up for decision in the order of admission.
 
-    tokens: B with the fixed lengths alone, prefill_tokens of them others'; tau: what that yields. lengths: [R] fixed
-    lengths, 0 where open. slots: [n] float64 survival times weight, falling and above 0; requests: [n] whose they are.
+    tokens: B with the fixed lengths alone, prefill_tokens of them others'; tau: what that yields. context_tokens: as in
+    `allocate`. lengths: [R] fixed lengths, 0 where open. slots: [n] float64 survival times weight, falling and above 0;
+    requests: [n] whose they are.
     """
 
     tokens: int
     prefill_tokens: int
+    context_tokens: int | None
     tau: float
     lengths: NDArray[np.int64]
     slots: NDArray[np.float64]
@@ -38,7 +40,10 @@ def rank_slots(
     fixed: FixedLengths | None,
     prefill_tokens: int,
     weights: Sequence[float] | None = None,
+    *,
+    context_tokens: int | None = None,
 ) -> RankedStep:
+    """Raises: ValueError for a row that is no cumulative product, or a fixed length its row does not have."""
     num_requests = len(survival)
     widths = np.fromiter(map(len, survival), np.int64, num_requests)
     factors = np.ones(num_requests) if weights is None else np.array(weights, dtype=np.float64)
@@ -50,6 +55,7 @@ def rank_slots(
     return RankedStep(
         tokens=num_requests + int(lengths.sum()) + prefill_tokens,
         prefill_tokens=prefill_tokens,
+        context_tokens=context_tokens,
         tau=float(factors.sum() + fixed_slots.sum()),
         lengths=lengths,
         slots=flat[order],
@@ -63,8 +69,8 @@ def smooth_seconds(step: RankedStep, curve: CostCurve) -> NDArray[np.float64]:
 
 
 def others_s(step: RankedStep, curve: CostCurve) -> float:
-    """Seconds that the requests beside the first add, whatever their lengths, less those of the step's other tokens."""
-    return other_seconds(curve, len(step.lengths), step.tokens, step.prefill_tokens)
+    """Seconds that the requests beside the first and all contexts add, less those of the step's other tokens."""
+    return other_seconds(curve, len(step.lengths), step.tokens, step.prefill_tokens, step.context_tokens)
 
 
 def num_admitted(

@@ -183,3 +183,14 @@ def test_500_small_cases_equal_brute_force_over_all_sets_or_nearly_so(
     assert max(shares) <= 1 + 1e-9
     assert misses <= most_misses
     assert sum(shares) / 500 >= least_mean
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_long_contexts_count_like_a_dearer_step_and_short_ones_not_at_all(seed: int) -> None:
+    rng = random.Random(seed)
+    survival, curve = random_rows(rng, 5, 3), random_curve(rng, 30, convex=True)
+    by_context = replace(curve, context_s=0.5, context_tokens=100)
+    dearer = replace(curve, verify_s=tuple(second + 0.5 for second in curve.verify_s))
+    assert choose_drafting(survival, by_context, context_tokens=1500) == choose_drafting(survival, dearer)
+    assert choose_drafting(survival, by_context, context_tokens=40) == choose_drafting(survival, curve)
+    assert choose_drafting(survival, by_context) == choose_drafting(survival, curve)

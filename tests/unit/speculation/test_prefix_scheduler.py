@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dspark.speculation.cost_curve import CostCurve
-from dspark.speculation.prefix_scheduler import PrefixScheduler
+from dspark.speculation.prefix_scheduler import PrefixScheduler, best_total
 from scheduling_toys import Rows, allocate_slowly, full_search, random_curve, random_rows, smooth_rate, sunk_seconds
 
 allocate = PrefixScheduler().allocate
@@ -264,3 +264,15 @@ def test_equal_weights_change_nothing_and_a_heavy_request_goes_first() -> None:
     assert allocate(survival, flat, capacity=2, weights=[3.0, 3.0]) == allocate(survival, flat, capacity=2) == [2, 0]
     assert allocate(survival, flat, capacity=2, weights=[1.0, 2.0]) == [1, 1]
     assert allocate(survival, flat, capacity=2, weights=[1.0, 9.0]) == [0, 2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_long_contexts_count_like_a_dearer_step_and_short_ones_not_at_all(seed: int) -> None:
+    rng = random.Random(seed)
+    survival, curve = random_rows(rng, 5, 3), random_curve(rng, 30, convex=True)
+    by_context = replace(curve, context_s=0.5, context_tokens=100)
+    dearer = replace(curve, verify_s=tuple(second + 0.5 for second in curve.verify_s))
+    assert allocate(survival, by_context, context_tokens=1500) == allocate(survival, dearer)
+    assert allocate(survival, by_context, context_tokens=40) == allocate(survival, curve)
+    assert allocate(survival, by_context) == allocate(survival, curve)
+    assert best_total(survival, by_context, context_tokens=1500) == best_total(survival, dearer)
