@@ -10,7 +10,7 @@ import platform
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dspark.speculation.measured_table import check_sizes, check_table, interpol
 from dspark.storage import Location, locate
 
 SMALLEST_LOOKUP = 256
+DRAFT_SHARE = 0.25  # of a target's step, where nothing is known of the drafter's
 PROFILE_REMEDY = "run jobs/profile_engine.py on this machine"
 
 
@@ -125,6 +126,22 @@ class CostCurve:
             return 0.0
         return float(interpolated(np.float64(requests), self.draft_requests, self.draft_s))
 
+    def with_guessed_drafting(self, others: Sequence["CostCurve"]) -> "CostCurve":
+        """This curve, with drafting as dear beside a step of few tokens as in the most similar of other curves.
+
+        For a drafter that runs where this cannot be measured. Without another curve drafting takes DRAFT_SHARE of a
+        step over as many tokens as there are requests. What it does take, `CurveCorrection` learns.
+        """
+        known = [curve for curve in others if curve.draft_requests]
+        if not known:
+            draft_s = tuple(DRAFT_SHARE * seconds for seconds in self.verify_s)
+            return replace(self, draft_requests=self.batch_tokens, draft_s=draft_s)
+        nearest = min(known, key=lambda curve: len(_differences(curve.fingerprint, self.fingerprint)))
+        few = nearest.batch_tokens[0]
+        scale = self.smooth_verify_seconds(few) / nearest.smooth_verify_seconds(few)
+        draft_s = tuple(scale * seconds for seconds in nearest.draft_s)
+        return replace(self, draft_requests=nearest.draft_requests, draft_s=draft_s)
+
     def padded_tokens(self, tokens: float) -> float:
         """Tokens that are computed for a batch of `tokens`: its bucket, or itself beyond the last one."""
         bucket = bisect_left(self.buckets, tokens)
@@ -166,7 +183,7 @@ class CostCurve:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = folder_lock(path.parent) if isinstance(path, Path) else contextlib.nullcontext()
         with lock:  # read, change, write: two machines may share the file
-            kept = [curve for curve in _read_curves(path) if curve.fingerprint != self.fingerprint]
+            kept = [curve for curve in read_curves(path) if curve.fingerprint != self.fingerprint]
             write_json(path, [curve.to_dict() for curve in [*kept, self]])
 
     @classmethod
@@ -175,7 +192,7 @@ class CostCurve:
 
         Raises: MissingInput when there is none; ValueError for a broken file, or for several and no fingerprint.
         """
-        curves = _read_curves(locate(path))
+        curves = read_curves(locate(path))
         if not curves:
             raise MissingInput(f"no cost curve at {path}; {PROFILE_REMEDY}")
         if fingerprint is None:
@@ -247,7 +264,8 @@ def isotonic(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(mean for mean, size in pools for _ in range(size))
 
 
-def _read_curves(path: Location) -> list[CostCurve]:
+def read_curves(path: Location) -> list[CostCurve]:
+    """All curves of a file, of whatever hardware; [] without one. Raises: ValueError for a broken file."""
     if not path.is_file():
         return []
     try:
