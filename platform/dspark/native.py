@@ -145,6 +145,17 @@ class Schedule(Structure):
     ]
 
 
+class Search(Structure):
+    """`schedule.h: Search`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("is_free", "draft_s")),
+        ("min_gain", c_double),
+        *((name, c_int64) for name in ("capacity", "floor")),
+        *((name, c_int32) for name in ("max_drafted", "most_tried")),
+    ]
+
+
 class Kernels:
     """The loaded kernels. They trust their arguments: the callers check types, devices, shapes and strides.
 
@@ -161,7 +172,7 @@ class Kernels:
         self._argmax.argtypes, self._argmax.restype = [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int32], None
         self._allocate, self._choose_drafting = functions.dspark_allocate, functions.dspark_choose_drafting
         self._allocate.argtypes = [POINTER(Schedule), c_double, c_int64, c_int64, c_void_p]
-        self._choose_drafting.argtypes = [POINTER(Schedule), c_void_p, c_void_p, c_double, c_int32, c_int32, c_void_p]
+        self._choose_drafting.argtypes = [POINTER(Schedule), POINTER(Search), c_void_p, c_void_p]
         self._allocate.restype = self._choose_drafting.restype = c_int32
         self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
         if not self.has_products:
@@ -207,22 +218,12 @@ class Kernels:
         is_sound = self._allocate(byref(step), draft_s, most, floor, lengths.buffer_info()[0])
         return lengths.tolist() if is_sound else None
 
-    def choose_drafting(
-        self,
-        step: Schedule,
-        *,
-        is_free: bytes,
-        draft_s: int,
-        min_gain: float,
-        max_drafted: int | None,
-        most_tried: int,
-    ) -> list[bool] | None:
-        """`prefix_scheduler.choose_drafting`; None as above. is_free: a byte each; draft_s: address of its table."""
-        drafted = array("B", bytes(step.num_requests))
-        most = -1 if max_drafted is None else max(0, max_drafted)
-        address = drafted.buffer_info()[0]
-        is_sound = self._choose_drafting(byref(step), is_free, draft_s, min_gain, most, most_tried, address)
-        return [bool(is_drafted) for is_drafted in drafted] if is_sound else None
+    def choose_drafting(self, step: Schedule, search: Search) -> tuple[list[bool], list[int]] | None:
+        """`drafting_choice.choose_drafting`; None as above."""
+        drafted, lengths = array("B", bytes(step.num_requests)), array("i", bytes(4 * step.num_requests))
+        addresses = drafted.buffer_info()[0], lengths.buffer_info()[0]
+        is_sound = self._choose_drafting(byref(step), byref(search), *addresses)
+        return ([bool(is_drafted) for is_drafted in drafted], lengths.tolist()) if is_sound else None
 
     def layers(self, call: LayersCall, batch: Batch) -> None:
         """Decoder layers, from what the first is given to what the last gives."""

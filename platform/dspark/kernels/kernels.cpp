@@ -48,9 +48,8 @@ int dspark_allocate(const Schedule* step, double draft_s, int64_t capacity, int6
   return allocate(*step, draft_s, capacity, floor, lengths);
 }
 
-int dspark_choose_drafting(const Schedule* step, const uint8_t* is_free, const double* draft_s, double min_gain,
-                           int max_drafted, int most_tried, uint8_t* drafted) {
-  return choose_drafting(*step, is_free, draft_s, min_gain, max_drafted, most_tried, drafted);
+int dspark_choose_drafting(const Schedule* step, const Search* search, uint8_t* drafted, int32_t* lengths) {
+  return choose_drafting(*step, *search, drafted, lengths);
 }
 
 #if DSPARK_BF16_DOT
