@@ -84,14 +84,15 @@ class Launched:
         """What its requests had in KV memory before it, all together."""
         return sum(work.num_context for work in self.works)
 
-    def predicted_seconds(self, curve: CostCurve | None) -> float | None:
-        """What the curve says of the whole step, drafting included; None without one."""
+    def predicted_seconds(self, curve: CostCurve | None) -> tuple[float, float] | None:
+        """What the curve says of the whole step, drafting included, and of drafting; None without one."""
         if curve is None:
             return None
         verify_s = curve.step_seconds(
             self.batch.num_tokens, num_requests=len(self.works), context_tokens=self.context_tokens
         )
-        return verify_s + curve.draft_seconds(self.num_drafted)
+        draft_s = curve.draft_seconds(self.num_drafted)
+        return verify_s + draft_s, draft_s
 
 
 def read_prompt(running: RunningRequest, max_tokens: int) -> Work:

@@ -84,8 +84,8 @@ def traffic_report(
     """By way of decoding, in the form of `calibration_report`, JSON-ready; "before" is the present calibration's.
 
     is_taken: whether the scales are new ones: there were MIN_ROUNDS rounds to fit on and as many to judge by, and the
-    error of the answers that were not fitted on is no larger than before. Seeded decoding is left out where nobody asked
-    for it. raw: mean error without any scales.
+    error of the answers that were not fitted on is no larger than before. Seeded decoding is left out where nobody
+    asked for it. raw: mean error without any scales.
     """
     is_fit = _fit_side(rounds.request, seed)
     return {
