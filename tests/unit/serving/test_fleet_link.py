@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draft_pool import DirectLink, make_server, remote_runner
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.draft_runner import NGramDraftRunner
@@ -17,7 +18,6 @@ from dspark.serving.config import FleetConfig
 from dspark.serving.fleet_link import NEWEST_WEIGHT, FleetLink, LoadMeter
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.fleet import FREE, Lease, ReplicaReport, Share
-from draft_pool import DirectLink, make_server, remote_runner
 from tiny_drafter import make_tiny_drafter
 from tiny_engine import PROMPTS, load, make_engine, request
 
