@@ -121,9 +121,8 @@ def _calibration(config: PaperConfig) -> tuple[frozenset[str], frozenset[str], l
 
 def _contest(config: PaperConfig) -> list[dict[str, Any]]:
     """Runs of settings in which every entrant was run: of a contest that was stopped early, what can be compared."""
-    return (
-        [] if config.contest is None else whole_groups(_json(config, CONTEST).get("runs", []), config.contest_config())
-    )
+    runs = _json(config, CONTEST).get("runs", [])
+    return [] if config.contest is None else whole_groups(runs, config.contest_config())
 
 
 def _json(config: PaperConfig, name: str) -> dict[str, Any]:

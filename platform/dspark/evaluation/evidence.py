@@ -40,9 +40,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         content = {"value": self.value, "low": self.low, "high": self.high, "by_seed": list(self.by_seed)}
-        return (
-            content if self.rests_on is None else content | dict(zip(("prompts", "seeds"), self.rests_on, strict=True))
-        )
+        prompts, seeds = self.rests_on or (None, None)
+        return content | {"prompts": prompts, "seeds": seeds}
 
 
 @dataclass(frozen=True)
