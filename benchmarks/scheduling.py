@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.drafting_choice import choose_drafting
 from dspark.speculation.fleet import DraftSupply, ReplicaReport, allocate_shares, summarise
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler
 
 CURVE = CostCurve(
     (1, 8, 64, 256, 1024, 4096), (0.010, 0.0105, 0.014, 0.030, 0.110, 0.5), (1, 8, 64), (0.0025, 0.003, 0.006)

@@ -114,7 +114,7 @@ def _pool(options: argparse.Namespace) -> RoundPool:
     block_size = max((r["num_proposed"] for row in rows for turn in row["turns"] for r in turn["rounds"]), default=0)
     scales = None
     if options.calibration:
-        scales = Calibration.load(options.calibration).for_mode(0.0 if options.mode == "greedy" else 1.0)
+        scales = Calibration.load(options.calibration).for_mode(options.mode)
     return recorded_rounds(rows, block_size=block_size, scales=scales)
 
 

@@ -119,8 +119,9 @@ def _report(
     """Figures by mode. Raises: DsparkError when a mode has no round to fit on or to test on."""
     rows = sorted(rows, key=lambda row: (row["mode"], row["id"]))  # not by who finished first
     by_mode = {mode: [row for row in rows if mode_of(row) == mode] for mode in MODES}
+    asked = [mode for mode in MODES if any(one.name == mode for one in config.modes)]
     return {
-        "modes": {mode: _mode_report(config, mode, by_mode[mode], halves, block_size) for mode in MODES},
+        "modes": {mode: _mode_report(config, mode, by_mode[mode], halves, block_size) for mode in asked},
         "num_bins": config.num_bins,
         "prompts": {"fit": len(halves[0]), "test": len(halves[1])},
         "fit_domains": config.fit_domains,

@@ -67,6 +67,7 @@ def format_table(profile: dict[str, Any]) -> str:
         for row in profile["steps"]
     ]
     lines.append(f"each request of a step beside the first: {profile['request_ms']:.3f} ms")
+    lines.append(f"each 1,000 tokens more of context: {profile['context_ms']:.3f} ms")
     if profile["drafting"]:
         lines += ["", f"{'drafting for':>12} {'':>9} {'ms':>9} {'quartiles':>19} {'curve ms':>9}"]
         lines += [
@@ -89,7 +90,7 @@ def _profile(config: ProfileConfig, samples: Samples, curve: CostCurve) -> dict[
     """What `profile.json` says, times in milliseconds; `evaluation.plots.cost_curve_plot` draws it."""
     steps = [
         {"batch_tokens": shape.num_tokens, "requests": shape.num_requests}
-        | _times(seconds, curve.verify_seconds(shape.num_tokens) + (shape.num_requests - 1) * curve.request_s)
+        | _times(seconds, curve.step_seconds(shape.num_tokens, num_requests=shape.num_requests))
         for shape, seconds in samples.verify.items()
     ]
     drafting = [
@@ -99,6 +100,7 @@ def _profile(config: ProfileConfig, samples: Samples, curve: CostCurve) -> dict[
         "steps": steps,
         "drafting": drafting,
         "request_ms": 1000.0 * curve.request_s,
+        "context_ms": 1000.0 * curve.context_s,
         "curve": curve.to_dict(),
         "config": config.model_dump(mode="json"),
     } | _budgets(config, curve)
@@ -126,6 +128,7 @@ def _result(config: ProfileConfig, profile: dict[str, Any], curve_path: Location
         "verify_ms": {str(r["batch_tokens"]): round(r["curve_ms"], 3) for r in profile["steps"] if r["requests"] == 1},
         "draft_ms": {str(row["requests"]): round(row["curve_ms"], 3) for row in profile["drafting"]},
         "request_ms": round(profile["request_ms"], 4),
+        "context_ms": round(profile["context_ms"], 4),
         "seconds": round(seconds, 1),
         "tokens_per_s": round(num_tokens / seconds, 1),
     } | _result_lengths(profile)

@@ -81,6 +81,60 @@ class LayersCall(Structure):
     ]
 
 
+class Choice(Structure):
+    """`draw.h: Choice`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("lengths", "temperatures", "uniforms", "d2t", "columns", "token_ids", "probs")),
+        ("num_ids", c_int64),
+    ]
+
+
+class Drafter(Structure):
+    """`draft_call.h: Drafter`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("fc", "anchor_shift", "mask_shift", "head", "gate", "bias")),
+        *((name, c_void_p) for name in ("hidden_norm", "norm", "embedding", "mask", "slot_shift", "previous")),
+        *((name, c_void_p) for name in ("confidence", "layers")),
+        *((name, c_float) for name in ("eps", "embedding_scale", "logit_scale", "confidence_bias")),
+        *((name, c_int32) for name in ("num_layers", "block_size", "is_confidence_told_ids", "unused")),
+    ]
+
+
+class DraftCall(Structure):
+    """`draft_call.h: DraftCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows")),
+        *((name, c_void_p) for name in ("num_pending", "held", "newest", "anchors", "states", "confidences")),
+        ("num_slots", c_int64),
+        ("choice", Choice),
+    ]
+
+
+class ChainDrafter(Structure):
+    """`chain.h: ChainDrafter`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("fc", "join", "head")),
+        *((name, c_void_p) for name in ("token_norm", "state_norm", "norm", "embedding", "layer")),
+        ("eps", c_float),
+        ("size", c_int32),
+    ]
+
+
+class ChainCall(Structure):
+    """`chain.h: ChainCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("drafter", "keys", "values", "cos", "sin", "parts", "part_rows", "num_new")),
+        *((name, c_void_p) for name in ("ids", "held", "newest")),
+        ("num_slots", c_int64),
+        ("choice", Choice),
+    ]
+
+
 class Schedule(Structure):
     """`schedule.h: Schedule`."""
 
@@ -88,6 +142,17 @@ class Schedule(Structure):
         *((name, c_int32) for name in ("num_requests", "prefill_tokens")),
         *((name, c_void_p) for name in ("survival", "offsets", "fixed", "weights", "verify_s", "padded")),
         ("others_s", c_double),
+    ]
+
+
+class Search(Structure):
+    """`schedule.h: Search`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("is_free", "draft_s")),
+        ("min_gain", c_double),
+        *((name, c_int64) for name in ("capacity", "floor")),
+        *((name, c_int32) for name in ("max_drafted", "most_tried")),
     ]
 
 
@@ -107,15 +172,18 @@ class Kernels:
         self._argmax.argtypes, self._argmax.restype = [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int32], None
         self._allocate, self._choose_drafting = functions.dspark_allocate, functions.dspark_choose_drafting
         self._allocate.argtypes = [POINTER(Schedule), c_double, c_int64, c_int64, c_void_p]
-        self._choose_drafting.argtypes = [POINTER(Schedule), c_void_p, c_void_p, c_double, c_int32, c_int32, c_void_p]
+        self._choose_drafting.argtypes = [POINTER(Schedule), POINTER(Search), c_void_p, c_void_p]
         self._allocate.restype = self._choose_drafting.restype = c_int32
         self.has_products = bool(functions.dspark_has_bf16_dot()) and not torch.cpu._is_amx_tile_supported()
         if not self.has_products:
             return
         self._linear, self._layers = functions.dspark_linear, functions.dspark_layers
+        self._draft, self._chain = functions.dspark_draft, functions.dspark_chain
         self._linear.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32]
         self._layers.argtypes = [POINTER(LayersCall), POINTER(Batch)]
-        self._linear.restype = self._layers.restype = None
+        self._draft.argtypes = [POINTER(DraftCall), POINTER(Batch)]
+        self._chain.argtypes = [POINTER(ChainCall), POINTER(Batch)]
+        self._linear.restype = self._layers.restype = self._draft.restype = self._chain.restype = None
 
     def attention(self, batch: Batch, layer: Attention) -> None:
         """Store the new keys and values of a layer, then attend."""
@@ -150,26 +218,24 @@ class Kernels:
         is_sound = self._allocate(byref(step), draft_s, most, floor, lengths.buffer_info()[0])
         return lengths.tolist() if is_sound else None
 
-    def choose_drafting(
-        self,
-        step: Schedule,
-        *,
-        is_free: bytes,
-        draft_s: int,
-        min_gain: float,
-        max_drafted: int | None,
-        most_tried: int,
-    ) -> list[bool] | None:
-        """`prefix_scheduler.choose_drafting`; None as above. is_free: a byte each; draft_s: address of its table."""
-        drafted = array("B", bytes(step.num_requests))
-        most = -1 if max_drafted is None else max(0, max_drafted)
-        address = drafted.buffer_info()[0]
-        is_sound = self._choose_drafting(byref(step), is_free, draft_s, min_gain, most, most_tried, address)
-        return [bool(is_drafted) for is_drafted in drafted] if is_sound else None
+    def choose_drafting(self, step: Schedule, search: Search) -> tuple[list[bool], list[int]] | None:
+        """`drafting_choice.choose_drafting`; None as above."""
+        drafted, lengths = array("B", bytes(step.num_requests)), array("i", bytes(4 * step.num_requests))
+        addresses = drafted.buffer_info()[0], lengths.buffer_info()[0]
+        is_sound = self._choose_drafting(byref(step), byref(search), *addresses)
+        return ([bool(is_drafted) for is_drafted in drafted], lengths.tolist()) if is_sound else None
 
     def layers(self, call: LayersCall, batch: Batch) -> None:
         """Decoder layers, from what the first is given to what the last gives."""
         self._layers(byref(call), byref(batch))
+
+    def draft(self, call: DraftCall, batch: Batch) -> None:
+        """A drafter's round: its context, its block and its tokens."""
+        self._draft(byref(call), byref(batch))
+
+    def chain(self, call: ChainCall, batch: Batch) -> None:
+        """A round of a drafter that goes on from its own states, token by token."""
+        self._chain(byref(call), byref(batch))
 
 
 @cache

@@ -20,7 +20,7 @@ class Confidences:
         running.confident_survival = None
         if proposal.confidence_logits is None or not proposal.num_tokens:
             return []
-        scales = self._calibration.for_mode(0.0 if running.mode == "greedy" else 1.0)
+        scales = self._calibration.for_mode(running.mode)
         running.confident_survival = survival_of(proposal.confidence_logits.tolist(), scales)
         return self._drift[running.mode].corrected(running.confident_survival)
 

@@ -30,15 +30,24 @@ class CurveCorrection:
         self._verifying, self._drafting = _Factors(measured.batch_tokens), _Factors(measured.draft_requests)
         self._num_steps = 0
 
-    def note(self, *, num_tokens: int, num_requests: int, num_drafted: int, draft_s: float, verify_s: float) -> bool:
+    def note(
+        self,
+        *,
+        num_tokens: int,
+        num_requests: int,
+        num_drafted: int,
+        draft_s: float,
+        verify_s: float,
+        context_tokens: int | None = None,
+    ) -> bool:
         """Take a step in; whether that has changed `curve`.
 
-        num_tokens: of its batch; draft_s: of the drafter, 0 where nothing was drafted; verify_s: all the rest of it.
+        num_tokens: of its batch; context_tokens: of its requests, see `CostCurve.context_seconds`; draft_s: of the
+        drafter, 0 where nothing was drafted; verify_s: all the rest of it.
         """
         measured = self._measured
-        padded = measured.padded_tokens(num_tokens)
-        others_s = max(0, num_requests - 1) * measured.request_s
-        self._verifying.note(padded, verify_s, measured.smooth_verify_seconds(padded) + others_s)
+        predicted_s = measured.step_seconds(num_tokens, num_requests=num_requests, context_tokens=context_tokens)
+        self._verifying.note(measured.padded_tokens(num_tokens), verify_s, predicted_s)
         if num_drafted and measured.draft_requests:
             self._drafting.note(num_drafted, draft_s, measured.draft_seconds(num_drafted))
         elif not num_drafted:  # or drafting that was slow once would never be tried again
@@ -52,6 +61,7 @@ class CurveCorrection:
             verify_s=isotonic([f * seconds for f, seconds in zip(verifying, measured.verify_s, strict=True)]),
             draft_s=isotonic([f * seconds for f, seconds in zip(drafting, measured.draft_s, strict=True)]),
             request_s=self._verifying.mean * measured.request_s,
+            context_s=self._verifying.mean * measured.context_s,
         )
         return True
 

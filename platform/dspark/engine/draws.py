@@ -34,7 +34,7 @@ class Draws:
         self._seeded = [i for i in drawing if requests[i].noise_key is not None]
         self._uniforms = torch.zeros(len(self._sampled), self.num_slots, device=d2t.device)
         for row, i in enumerate(self._sampled):  # as many as it asks for, not as many as the longest beside it does
-            self._uniforms[row, : requests[i].max_tokens] = _uniforms(requests[i], d2t.device)
+            self._uniforms[row, : requests[i].max_tokens] = uniforms_of(requests[i], d2t.device)
         self._top_k = _common_top_k([requests[i] for i in self._sampled], d2t.numel())
         self._scales = self._temperatures(self._sampled)
         self._seeded_scales = self._temperatures(self._seeded)
@@ -106,7 +106,7 @@ class Draws:
         return torch.tensor(values, device=self._d2t.device).unsqueeze(1)
 
 
-def _uniforms(request: DraftRequest, device: torch.device) -> Tensor:
+def uniforms_of(request: DraftRequest, device: torch.device) -> Tensor:
     """[max_tokens] float32 in [0, 1): the request's own numbers, or its generator's next ones."""
     if request.uniforms is not None:
         return torch.tensor(request.uniforms[: request.max_tokens], dtype=torch.float32, device=device)

@@ -201,9 +201,10 @@ class Engine:
         clock_s = [*launched.clock_s, time.perf_counter()]
         outputs = with_logprobs(self._commit(works, verdicts, batch, output), logprobs)
         clock_s.append(time.perf_counter())
+        predicted, step_s = launched.predicted_seconds(self.policy.measured_curve), clock_s[-1] - clock_s[0]
         self.stats.add_step(batch.num_tokens, clock_s)
-        self.stats.schedule.add_step(launched.predicted_seconds(self.policy.measured_curve), clock_s[-1] - clock_s[0])
-        self.policy.note_step(launched, clock_s[-1] - clock_s[0])
+        self.stats.schedule.add_step(predicted, step_s, launched.draft_s)
+        self.policy.note_step(launched, step_s)
         return outputs
 
     def _decide(

@@ -180,13 +180,13 @@ class FusedDraftLayer:
     """Stands in for `forward_flat` of a drafter's layer."""
 
     def __init__(self, module: DraftLayer, fused: FusedLayer) -> None:
-        self._module, self._fused = module, fused
+        self._module, self.fused = module, fused
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
         is_ours = isinstance(attend, BlockAttention) and isinstance(attend.plan, AttentionPlan)
         if not is_ours or h.dtype != torch.bfloat16:
             return DraftLayer.forward_flat(self._module, h, cos, sin, attend)
-        return run_layers([self._fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])[-1]
+        return run_layers([self.fused], h, cos, sin, attend.plan, [(attend.keys, attend.values)])[-1]
 
 
 def fuse_layers(model: nn.Module) -> int:
@@ -198,7 +198,7 @@ def fuse_layers(model: nn.Module) -> int:
         if name not in WINDOW_OF or not type(module).__module__.startswith("transformers.models."):
             continue
         window = WINDOW_OF[name](module.self_attn)
-        fused = _fused(module, module.self_attn.scaling, window)
+        fused = fused_layer(module, module.self_attn.scaling, window)
         if fused is not None:
             vars(module)["forward"] = TargetLayer(module, fused, module.self_attn.layer_idx)
             num_fused += 1
@@ -219,14 +219,14 @@ def fuse_draft_layers(layers: nn.ModuleList) -> int:
         attention = module.self_attn
         if module.attn_hc or module.ffn_hc or attention.v_proj is None or attention.value_eps is not None:
             continue
-        fused = _fused(module, attention.scaling, None)
+        fused = fused_layer(module, attention.scaling, None)
         if fused is not None:
             vars(module)["forward_flat"] = FusedDraftLayer(module, fused)
             num_fused += 1
     return num_fused
 
 
-def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None:
+def fused_layer(module: Any, scaling: float, window: int | None) -> FusedLayer | None:
     """The layer's weights for the kernel; None where one is not what it takes."""
     available, attention = native.kernels(), module.self_attn
     if available is None or not available.has_products or module.training:
@@ -238,7 +238,7 @@ def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None
     is_silu = type(getattr(module.mlp, "act_fn", None)).__name__ in SILU
     is_packed = all(isinstance(linear, PackedLinear) and linear.is_in_panels for linear in linears)
     is_normed = all(type(norm).__name__.endswith(NORM_SUFFIX) for norm in [*norms, *head_norms])
-    epsilons = {_epsilon(norm) for norm in [*norms, *head_norms]}
+    epsilons = {epsilon(norm) for norm in [*norms, *head_norms]}
     if not (is_silu and is_packed and is_normed) or len(epsilons) != 1 or len(head_norms) == 1:
         return None
     head_dim = attention.head_dim
@@ -248,7 +248,7 @@ def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None
     if not is_per_head or any(tensor.dtype != torch.bfloat16 for tensor in kept):
         return None
     layer = native.Layer(
-        *(_linear(linear) for linear in linears),
+        *(packed_call(linear) for linear in linears),
         *(norm.weight.data_ptr() for norm in norms),
         *([norm.weight.data_ptr() for norm in head_norms] or [None, None]),
         epsilons.pop(),
@@ -261,10 +261,14 @@ def _fused(module: Any, scaling: float, window: int | None) -> FusedLayer | None
     return FusedLayer(layer, kept)
 
 
-def _epsilon(norm: nn.Module) -> float:
+def epsilon(norm: nn.Module) -> float:
+    """What a norm of this project's or the library's adds to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
 
 
-def _linear(linear: PackedLinear) -> native.Linear:
+def packed_call(linear: nn.Linear, num_outputs: int | None = None) -> native.Linear:
+    """A packed layer as the kernels read it; of its outputs the first so many alone where a number is given."""
+    assert isinstance(linear, PackedLinear), "a layer that is not packed"
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return native.Linear(linear.packed.data_ptr(), bias, linear.in_features, linear.out_features)
+    out_features = linear.out_features if num_outputs is None else num_outputs
+    return native.Linear(linear.packed.data_ptr(), bias, linear.in_features, out_features)

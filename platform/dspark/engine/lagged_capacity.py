@@ -41,11 +41,13 @@ class LaggedCapacity:
     """K of step after step. What a step notes is looked at for the step after the next one, and by nothing before.
 
     A request that has come since, or had no draft tokens then, enters the old picture with that picture's prior; one
-    that has gone leaves it. curve: may be replaced at any time.
+    that has gone leaves it. curve: may be replaced at any time. context_tokens: of the newest step's requests, hardly
+    fewer than those of the next one.
     """
 
     def __init__(self, curve: CostCurve, *, block_size: int) -> None:
         self.curve = curve
+        self.context_tokens: int | None = None
         before = Picture({}, PriorEstimate().survival(block_size))
         self._pictures = deque([before] * LAG, maxlen=LAG)  # in step t: those of t - 2 and t - 1
         self._newest = Members()
@@ -73,4 +75,10 @@ class LaggedCapacity:
             (old.rows.get(name) or old.prior) if has_drafts else () for name, has_drafts in members.is_drafted.items()
         ]
         draft_s = self.curve.draft_seconds(sum(members.is_drafted.values()))
-        return best_total(rows, self.curve, prefill_tokens=members.other_tokens, draft_s=draft_s)
+        return best_total(
+            rows,
+            self.curve,
+            prefill_tokens=members.other_tokens,
+            context_tokens=self.context_tokens,
+            draft_s=draft_s,
+        )

@@ -42,7 +42,7 @@ from dspark.engine.target_runner import NotPageable, TargetRunner, kv_bytes_per_
 from dspark.errors import MissingInput
 from dspark.numerics import pack_linears
 from dspark.speculation.calibration import Calibration
-from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
+from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint, read_curves
 from dspark.targets import (
     TargetConfig,
     load_target,
@@ -116,12 +116,15 @@ def load_engine(
         if drafts is not None and not drafts.has_confidence:
             notes.append(f"drafter {drafter} has no confidence head: survival is estimated from past rounds")
     if isinstance(drafts, RemoteDraftRunner):
-        drafts.curve, profiles = curve, False  # what drafting there costs cannot be measured here
+        drafts.curve = curve  # no guessed one: its deadline would drop what comes later than guessed
     runner = target_runner(model, drafts, config=config, vocabulary_size=vocabulary_size(tokenizer), notes=notes)
     if drafts is not None and curve is None and config.verify_length is None:
         if profiles:
             wanted = hardware_fingerprint(model.device, model.dtype, num_threads, target.name)
             curve = profile(runner, drafts, config, fingerprint=wanted)
+        if curve is not None and isinstance(drafts, RemoteDraftRunner):
+            curve = curve.with_guessed_drafting(read_curves(Path(str(drafter)) / COST_CURVE))
+            notes.append("what drafting costs elsewhere is guessed, until steps have shown it")
         config = _with_length(config, curve, min(length_without_curve, drafts.block_size), notes)
     for note in notes:
         log.warning(note)

@@ -18,6 +18,8 @@ from dspark.drafters.ngram import NGramConfig, NGramDrafter, NGramState
 from dspark.engine.estimates import AcceptanceEstimate, PriorEstimate
 from dspark.speculation.proposal import Proposal
 
+LIKELY = 0.5  # survival from which on a copy is verified where no curve says what that costs
+
 
 class LookupConfig(NGramConfig):
     """What counts as a repetition. Longer matches than for a drafter of its own: below it there is a better one."""
@@ -78,3 +80,8 @@ class Lookup:
             memory.estimate.update(len(judged), wrong[0] if wrong else len(judged))
         memory.copied = []
         self._drafter.extend_ids(memory.state, committed_ids)
+
+
+def num_likely(survival: Sequence[float]) -> int:
+    """Copied tokens that rather stand than fall. survival: from past rounds, non-increasing."""
+    return sum(chance >= LIKELY for chance in survival)

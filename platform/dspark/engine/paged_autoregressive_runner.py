@@ -28,9 +28,11 @@ from dspark.drafters.autoregressive import Attend, AutoregressiveDrafter
 from dspark.drafters.drafting import check_length
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.draws import Draws
+from dspark.engine.fused_chain import FusedChain
 from dspark.engine.pending_features import PendingFeatures
 from dspark.speculation.proposal import Proposal
 
+MOST_ROWS = 4096  # of contexts that one call passes over beside drafting: it keeps room for them from then on
 MAX_REPEATED_ROWS = 16  # rows that every round passes over again, where fewer tokens are drafted than there are modules
 
 
@@ -51,6 +53,13 @@ class AutoregressiveMemory:
     def num_rows(self) -> int:
         """p: rows whose features and next token are there."""
         return min(self.num_stored + self.pending.num_rows, len(self.token_ids) - 1)
+
+    @property
+    def new_parts(self) -> list[Tensor]:
+        """Features of the rows that are not stored, in pieces."""
+        num_new = self.num_rows - self.num_stored
+        parts = self.pending.parts
+        return parts if num_new == self.pending.num_rows else [torch.cat(parts)[:num_new]]
 
 
 @dataclass(frozen=True)
@@ -100,10 +109,13 @@ class PagedAutoregressiveRunner:
         )
         self._page_size = page_size
         self._planner: Planner | None = cpu.AttentionPlan if cpu.is_served(self.kv_cache) else None
+        self._fused = FusedChain.of(drafter, self.kv_cache)
 
     def use_attention(self, name: str) -> None:
         """Run on what the target runs on, where that serves its memory."""
-        self._planner = cuda_planner(name, self.kv_cache, self._page_size) or self._planner
+        planner = cuda_planner(name, self.kv_cache, self._page_size)
+        if planner is not None:
+            self._planner, self._fused = planner, None
 
     @property
     def bytes_per_request(self) -> int:
@@ -131,6 +143,8 @@ class PagedAutoregressiveRunner:
             return []
         for request in requests:
             check_length(request.max_tokens, self.block_size)
+        if self._fused is not None and self._fused.draws(requests):
+            return self._propose_fused(self._fused, requests)
         draws = Draws(requests, self._backbone.d2t, vocab_size=self._vocab_size)
         memories: list[AutoregressiveMemory] = [request.memory for request in requests]
         passes = self._chain(memories, draws) if self._num_modules == 1 else self._modules(memories, draws)
@@ -140,6 +154,25 @@ class PagedAutoregressiveRunner:
             if memory.pending.num_rows > MAX_REPEATED_ROWS:
                 self.store(memory)
         return draws.proposals()
+
+    def _propose_fused(self, fused: FusedChain, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """The same in one call."""
+        memories: list[AutoregressiveMemory] = [request.memory for request in requests]
+        if sum(memory.num_rows - memory.num_stored for memory in memories) > MOST_ROWS:
+            for memory in memories:
+                self.store(memory)
+        ends = [m.num_rows + max(0, r.max_tokens - 1) for m, r in zip(memories, requests, strict=True)]
+        spans = [(memory.num_stored, end) for memory, end in zip(memories, ends, strict=True)]
+        rows = Rows([memory.table for memory in memories], spans)
+        plan = cpu.AttentionPlan(rows.tables, spans, torch.tensor(rows.slots, dtype=torch.long))
+        ids = [memory.token_ids[memory.num_stored + 1 : memory.num_rows + 1] for memory in memories]
+        parts = [memory.new_parts for memory in memories]
+        held = [memory.newest_state for memory in memories]
+        proposals, newest = fused.propose(requests, plan, parts, ids, held)
+        for memory, state in zip(memories, newest.unbind(), strict=True):
+            self._settle(memory, None)
+            memory.newest_state = state
+        return proposals
 
     def _chain(self, memories: Sequence[AutoregressiveMemory], draws: Draws) -> Iterator[Tensor]:
         """States [R, d] to draw each slot from: the context's last row, then a row per draft token."""

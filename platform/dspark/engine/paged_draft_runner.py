@@ -11,7 +11,6 @@ m captured layers, n context tokens to append.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -28,27 +27,16 @@ from dspark.drafters.dflash import DFlashDrafter
 from dspark.drafters.drafting import check_length
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.layers import Attend
+from dspark.engine.draft_memory import DraftMemory
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.draws import Draws
+from dspark.engine.fused_drafter import FusedDrafter, is_served
 from dspark.engine.fused_layers import BlockAttention, fuse_draft_layers
-from dspark.engine.pending_features import PendingFeatures
 from dspark.speculation.proposal import Proposal
 
+MOST_ROWS = 4096  # features that one call stores beside drafting: it keeps room for them from then on
+
 Write = Callable[[int, Tensor, Tensor], None]  # layer, keys and values [K, n, D] of the tokens it was made for
-
-
-@dataclass
-class DraftMemory:
-    """A request's context. num_tokens: context tokens stored; pending: features not stored yet.
-
-    ring: of the layers with a window; None without such layers.
-    """
-
-    table: PageTable
-    ring: WindowRing | None = None
-    num_tokens: int = 0
-    pending: PendingFeatures = field(default_factory=PendingFeatures)
-    newest_feature: Tensor | None = None
 
 
 class PagedDraftRunner:
@@ -87,11 +75,13 @@ class PagedDraftRunner:
         if not all(self._is_sliding) and cpu.is_served(self.kv_cache):
             self._planner = cpu.AttentionPlan
             fuse_draft_layers(self._backbone.layers)
+        self._fused = FusedDrafter(drafter, self.kv_cache) if is_served(drafter, self.kv_cache) else None
 
     def use_attention(self, name: str) -> None:
         """Run layers that see all context on what the target runs on, where that serves them."""
-        if not all(self._is_sliding):
-            self._planner = cuda_planner(name, self.kv_cache, self._page_size) or self._planner
+        planner = None if all(self._is_sliding) else cuda_planner(name, self.kv_cache, self._page_size)
+        if planner is not None:
+            self._planner, self._fused = planner, None
 
     @property
     def _ring_slots(self) -> int:
@@ -133,9 +123,25 @@ class PagedDraftRunner:
             return []
         for request in requests:
             check_length(request.max_tokens, self.block_size)
-        self._store([request.memory for request in requests if request.memory.pending.num_rows])
         num_slots = max(request.max_tokens for request in requests)
+        if self._fused is not None:
+            return self._propose_fused(self._fused, requests, num_slots)
+        self._store([request.memory for request in requests if request.memory.pending.num_rows])
         return self._draw(requests, self._block_states(requests)[:, :num_slots])
+
+    def _propose_fused(self, fused: FusedDrafter, requests: Sequence[DraftRequest], num_slots: int) -> list[Proposal]:
+        """The same in one call."""
+        memories: list[DraftMemory] = [request.memory for request in requests]
+        if sum(memory.pending.num_rows for memory in memories) > MOST_ROWS:
+            self._store([memory for memory in memories if memory.pending.num_rows])
+        starts = [memory.num_tokens + memory.pending.num_rows for memory in memories]
+        plan = self._plan(memories, starts, [start + self.block_size for start in starts])
+        assert isinstance(plan, cpu.AttentionPlan)
+        return (
+            fused.propose(requests, plan)
+            if fused.draws(requests)
+            else self._draw(requests, fused.states(requests, plan, num_slots))
+        )
 
     def _store(self, memories: Sequence[DraftMemory]) -> None:
         """Turn pending features into keys and values of the context, in one pass."""
@@ -152,7 +158,7 @@ class PagedDraftRunner:
             write(layer, keys.transpose(0, 1), values.transpose(0, 1))
         lasts = accumulate(stop - start for start, stop in zip(starts, stops, strict=True))
         for memory, stop, last in zip(memories, stops, lasts, strict=True):
-            memory.num_tokens, memory.pending, memory.newest_feature = stop, PendingFeatures(), features[last - 1]
+            memory.note_stored(stop, features[last - 1])
 
     def _take_pending(self, memory: DraftMemory) -> int:
         """Position of the first pending token; where all layers slide those that left every window are dropped."""

@@ -6,20 +6,20 @@ from dspark.engine.confidences import Confidences
 from dspark.engine.curve_correction import CurveCorrection
 from dspark.engine.estimates import PriorEstimate
 from dspark.engine.lagged_capacity import LaggedCapacity, Members, Picture
-from dspark.engine.lookup import Lookup
+from dspark.engine.lookup import Lookup, num_likely
 from dspark.engine.probing import Idleness, Probing
-from dspark.engine.running import RunningRequest
+from dspark.engine.running import RunningRequest, stored_tokens
 from dspark.engine.step import Launched
 from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.drafting_choice import choose_drafting
 from dspark.speculation.fleet import FREE
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler
 from dspark.speculation.proposal import Proposal
 
 PROBE_SLOTS, PROBE_LENGTH = 3, 2  # of a probe: drafted; verified where no confidences tell anything without
 NUM_AHEAD = 1  # slots drafted beyond those that past rounds make worth verifying: confidences may show a better block
 MEAN_WEIGHT = 0.2  # of a step, in the mean of what is verified
-LIKELY = 0.5  # survival from which on a copy is verified where no curve says what that costs
 
 
 class SpeculationPolicy:
@@ -111,15 +111,18 @@ class SpeculationPolicy:
         if self.curve is None or all(is_free) or all(length is not None for length in fixed):
             return [0 if is_copied else length or 0 for is_copied, length in zip(is_free, fixed, strict=True)]
         limits = [self._fitting(running, self.block_size) for running in decoding]
-        expected = [self._expected(running, limit) for running, limit in zip(decoding, limits, strict=True)]
-        chosen = choose_drafting(
+        expected = [running.past_survival(limit) for running, limit in zip(decoding, limits, strict=True)]
+        chosen, lengths = choose_drafting(
             expected,
             self.curve,
             prefill_tokens=prefill_tokens,
+            context_tokens=stored_tokens(decoding),
             fixed=fixed,
             is_free=is_free,
             min_gain=self.min_gain,
             max_drafted=self.share.max_drafted,
+            capacity=self._capacity,
+            floor=self.share.floor,
             weights=self.share.weights_for(running.request.priority for running in decoding),
         )
         for place in self._probing.choose(
@@ -134,9 +137,6 @@ class SpeculationPolicy:
             num_steps=1 + self._idle.num_spared,
         ):
             decoding[place].is_probed = True
-        kept = zip(expected, chosen, is_free, strict=True)
-        rows = [row if is_chosen or is_copied else [] for row, is_chosen, is_copied in kept]
-        lengths = self._lengths(decoding, rows, fixed, prefill_tokens, num_drafted=sum(chosen))
         wanted = []
         for i, running in enumerate(decoding):
             forced = fixed[i]
@@ -177,6 +177,7 @@ class SpeculationPolicy:
         has_changed = self._correction.note(
             num_tokens=launched.batch.num_tokens,
             num_requests=len(launched.works),
+            context_tokens=launched.context_tokens,
             num_drafted=launched.num_drafted,
             draft_s=launched.draft_s,
             verify_s=step_s - launched.draft_s,
@@ -194,7 +195,7 @@ class SpeculationPolicy:
     def survival(self, drafted: Sequence[RunningRequest], proposals: Sequence[Proposal]) -> list[list[float]]:
         """Expected survival per draft token: from the confidence head, calibrated; else from past rounds."""
         return [
-            self.confidences.survival(running, proposal) or self._expected(running, proposal.num_tokens)
+            self.confidences.survival(running, proposal) or running.past_survival(proposal.num_tokens)
             for running, proposal in zip(drafted, proposals, strict=True)
         ]
 
@@ -217,7 +218,7 @@ class SpeculationPolicy:
         )
         if self.curve is None:
             pairs = zip(bound, survival, strict=True)
-            lengths = self.share.cut([_likely(row) if length is None else length for length, row in pairs])
+            lengths = self.share.cut([num_likely(row) if length is None else length for length, row in pairs])
             return [length or 0 for length in lengths]
         drafted = sum(1 for running, row in zip(decoding, survival, strict=True) if row and not running.is_copied)
         total = self._lagged_total(decoding, survival, bound, prefill_tokens)
@@ -234,11 +235,17 @@ class SpeculationPolicy:
         if self._lagged is None:
             return None
         num_fixed = sum(length or 0 for length in bound)
+        self._lagged.context_tokens = stored_tokens(decoding)
         is_drafted = {
             running.request.request_id: length is None and len(row) > 0
             for running, row, length in zip(decoding, survival, bound, strict=True)
         }
         return num_fixed + self._lagged.total(Members(is_drafted, prefill_tokens + num_fixed))
+
+    @property
+    def _capacity(self) -> int | None:
+        """Most draft tokens of a step."""
+        return min((bound for bound in (self.share.capacity, self.room) if bound is not None), default=None)
 
     def _lengths(
         self,
@@ -252,13 +259,14 @@ class SpeculationPolicy:
     ) -> list[int]:
         """total: draft tokens to verify, whatever the curve says of the present survival; None asks the curve."""
         assert self.curve is not None
-        capacity = min((bound for bound in (self.share.capacity, self.room) if bound is not None), default=None)
+        capacity = self._capacity
         if total is not None:
             total = capacity = total if capacity is None else min(total, capacity)
         return self._scheduler.allocate(
             survival,
             self.curve,
             prefill_tokens=prefill_tokens,
+            context_tokens=stored_tokens(decoding),
             draft_s=self.curve.draft_seconds(num_drafted),
             capacity=capacity,
             floor=max(total or 0, self.share.floor),
@@ -285,16 +293,5 @@ class SpeculationPolicy:
             return PROBE_LENGTH
         return self.fixed_length(running)
 
-    def _expected(self, running: RunningRequest, num_tokens: int) -> list[float]:
-        """Survival from past rounds, of so many tokens that are drafted, or of the copy."""
-        if running.is_copied and running.copies is not None:
-            return running.copies.survival()
-        return running.estimate.survival(num_tokens)
-
     def _fitting(self, running: RunningRequest, length: int) -> int:
         return max(0, min(length, running.room, self.block_size)) if running.is_draftable else 0
-
-
-def _likely(survival: Sequence[float]) -> int:
-    """Copied tokens that rather stand than fall. survival: from past rounds, non-increasing."""
-    return sum(chance >= LIKELY for chance in survival)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from itertools import accumulate, repeat
 from operator import is_, mul
 
-from dspark.engine.running import RunningRequest
+from dspark.engine.running import RunningRequest, stored_tokens
 from dspark.speculation.cost_curve import CostCurve
-from dspark.speculation.prefix_scheduler import FixedLengths, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
+from dspark.speculation.quick_scheduler import FixedLengths
 
 PROBE_SHARE = 0.005  # of the time of the steps in which somebody waits to be probed: features are stored before
 LEFT_IN_PEACE = 3  # steps of the same requests after one that drafted for none: what is expected of them hardly changes
@@ -65,7 +66,10 @@ class Probing:
         rows = [*expected]
         for place in due:
             rows[place] = list(accumulate(repeat(HOPE, limits[place]), mul))
-        hopeful = choose_drafting(rows, curve, prefill_tokens=prefill_tokens, fixed=fixed, is_free=is_free)
+        context = stored_tokens(decoding)
+        hopeful, _ = choose_drafting(
+            rows, curve, prefill_tokens=prefill_tokens, context_tokens=context, fixed=fixed, is_free=is_free
+        )
         if not any(hopeful[place] for place in due):
             return []
         self._saved_s = 0.0

@@ -1,5 +1,6 @@
 """One request while it runs: what it has read and written, where its KV memory lies, what its drafter knows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -122,6 +123,12 @@ class RunningRequest:
         """Of the next token to be output, in prompt and output together."""
         return len(self.request.prompt_ids) + len(self.output_ids)
 
+    def past_survival(self, num_tokens: int) -> list[float]:
+        """Survival from past rounds, of so many tokens that are drafted, or of the copy."""
+        if self.is_copied and self.copies is not None:
+            return self.copies.survival()
+        return self.estimate.survival(num_tokens)
+
     def note_turn(self, *, is_drafted: bool) -> None:
         """A step in which the drafter is asked for it, or is not."""
         if is_drafted or not self.is_draftable:
@@ -141,6 +148,11 @@ class RunningRequest:
             noise_key=self.noise_key if self.mode == "seeded" else None,
             position=self.next_position,
         )
+
+
+def stored_tokens(requests: Sequence[RunningRequest]) -> int:
+    """What they have in KV memory, all together."""
+    return sum(running.table.num_tokens for running in requests)
 
 
 def new_generator(request: GenerationRequest, device: torch.device) -> torch.Generator | None:

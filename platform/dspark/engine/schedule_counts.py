@@ -13,7 +13,7 @@ class ScheduleCounts:
 
     judged, expected, stood: of slot k, verifications, the sum of the survival it was admitted with (calibrated and
     corrected for drift), and how often it stood. predicted_s, measured_s: of whole steps, over the steps that the cost
-    curve speaks of.
+    curve speaks of; predicted_draft_s, draft_s: what drafting has in them, the wait for it included.
     """
 
     budgets: list[int] = field(default_factory=list)
@@ -22,6 +22,8 @@ class ScheduleCounts:
     stood: list[int] = field(default_factory=list)
     predicted_s: float = 0.0
     measured_s: float = 0.0
+    predicted_draft_s: float = 0.0
+    draft_s: float = 0.0
 
     def add_budgets(self, lengths: Sequence[int]) -> None:
         """Count a step's decodes by their verify lengths."""
@@ -41,8 +43,10 @@ class ScheduleCounts:
             self.expected[k] += expected
             self.stood[k] += k < num_accepted
 
-    def add_step(self, predicted_s: float | None, measured_s: float) -> None:
-        """Count a step; None where there is no curve."""
-        if predicted_s is not None:
-            self.predicted_s += predicted_s
+    def add_step(self, predicted: tuple[float, float] | None, measured_s: float, draft_s: float) -> None:
+        """Count a step. predicted: seconds of the whole step and of its drafting; None where there is no curve."""
+        if predicted is not None:
+            self.predicted_s += predicted[0]
+            self.predicted_draft_s += predicted[1]
             self.measured_s += measured_s
+            self.draft_s += draft_s

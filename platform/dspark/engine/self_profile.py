@@ -13,7 +13,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
-from dspark.engine.step_samples import take_samples
+from dspark.engine.step_samples import USUAL_TOKENS, take_samples
 from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer
 from dspark.engine.target import Target
 from dspark.speculation.cost_curve import CostCurve
@@ -21,6 +21,7 @@ from dspark.speculation.cost_curve import CostCurve
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REPEATS = 3
 CONTEXT_TOKENS = 128
+LONG_CONTEXT_TOKENS = 1024
 MOST_SECONDS = 0.5  # of one step or call of the drafter: larger ones are left to the curve's last slope
 FEWEST_SIZES = 3
 
@@ -43,10 +44,17 @@ def profile(
     most_tokens = min(config.max_batch_tokens, config.max_running_requests * (1 + block_size), limit - CONTEXT_TOKENS)
     sizes = [size for size in SIZES if size <= most_tokens]
     drafted = 0 if neural is None else block_size + NEW_TOKENS * (REPEATS + 3) * len(SIZES)
-    tables = _tables(target, config.max_running_requests, largest=max(sizes, default=1), drafted=drafted)
+    most = config.max_running_requests
+    tables = _tables(target, most, first=max([drafted, *sizes]), other=max(1, drafted))
     if not sizes or not tables:
         return None
-    timer = StepTimer(target, neural, tables, context_tokens=CONTEXT_TOKENS, seed=0)
+    long_context = min(LONG_CONTEXT_TOKENS, limit - USUAL_TOKENS)
+    with_long = _tables(target, most, first=long_context + USUAL_TOKENS - CONTEXT_TOKENS, other=max(1, drafted))
+    if len(with_long) < len(tables) or long_context < 2 * CONTEXT_TOKENS:
+        long_context = 0
+    elif len(with_long[0].pages) > len(tables[0].pages):
+        tables = with_long
+    timer = StepTimer(target, neural, tables, context_tokens=CONTEXT_TOKENS, seed=0, long_context_tokens=long_context)
     shapes = _up_to_the_time([BatchShape((size,)) for size in sizes], timer.verify_s)
     counts = [size for size in sizes if size <= len(tables)]
     counts = [] if neural is None else _up_to_the_time(counts, timer.draft_s)
@@ -69,10 +77,10 @@ def _up_to_the_time(sizes: list[S], seconds: Callable[[S], float]) -> list[S]:
     return kept
 
 
-def _tables(target: Target, most: int, *, largest: int, drafted: int) -> list[PageTable]:
-    """Pages for up to so many requests, as many as there is memory for: the first has room for the largest batch."""
+def _tables(target: Target, most: int, *, first: int, other: int) -> list[PageTable]:
+    """Pages for up to so many requests, as many as there is memory for. first, other: tokens behind their contexts."""
     pool, size = PagePool(target.num_pages), target.page_size
-    first, other = (-(-(CONTEXT_TOKENS + max(tokens, drafted)) // size) for tokens in (largest, 1))
+    first, other = (-(-(CONTEXT_TOKENS + tokens) // size) for tokens in (first, other))
     if first > target.num_pages:
         return []
     number = min(most, 1 + (target.num_pages - first) // other)

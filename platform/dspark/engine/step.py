@@ -48,14 +48,14 @@ class StepOutput:
 class Work:
     """One request's part in a step: a chunk of its prompt (no proposal), or its anchor and the proposal to verify.
 
-    num_drafted: tokens of the proposal before it was cut to what is verified.
+    num_drafted: tokens of the proposal before it was cut to what is verified. num_context: tokens there before it.
     """
 
     running: RunningRequest
     piece: Piece
     proposal: Proposal | None
     num_drafted: int = 0
-    draft_s: float = 0.0
+    num_context: int = 0
 
     @property
     def yields_token(self) -> bool:
@@ -79,12 +79,20 @@ class Launched:
     num_drafted: int = 0
     draft_s: float = 0.0
 
-    def predicted_seconds(self, curve: CostCurve | None) -> float | None:
-        """What the curve says of the whole step, drafting included; None without one."""
+    @property
+    def context_tokens(self) -> int:
+        """What its requests had in KV memory before it, all together."""
+        return sum(work.num_context for work in self.works)
+
+    def predicted_seconds(self, curve: CostCurve | None) -> tuple[float, float] | None:
+        """What the curve says of the whole step, drafting included, and of drafting; None without one."""
         if curve is None:
             return None
-        others_s = (len(self.works) - 1) * curve.request_s
-        return curve.verify_seconds(self.batch.num_tokens) + others_s + curve.draft_seconds(self.num_drafted)
+        verify_s = curve.step_seconds(
+            self.batch.num_tokens, num_requests=len(self.works), context_tokens=self.context_tokens
+        )
+        draft_s = curve.draft_seconds(self.num_drafted)
+        return verify_s + draft_s, draft_s
 
 
 def read_prompt(running: RunningRequest, max_tokens: int) -> Work:
@@ -95,7 +103,7 @@ def read_prompt(running: RunningRequest, max_tokens: int) -> Work:
     start = running.table.num_tokens
     chunk = running.ids(start, start + min(running.num_unread, max_tokens))
     is_first_drawn = len(chunk) == running.num_unread and not running.output_ids
-    return Work(running, Piece(running.table, chunk, num_logits=int(is_first_drawn)), None)
+    return Work(running, Piece(running.table, chunk, num_logits=int(is_first_drawn)), None, num_context=start)
 
 
 def decode(running: RunningRequest, proposal: Proposal, length: int) -> Work:
@@ -103,7 +111,7 @@ def decode(running: RunningRequest, proposal: Proposal, length: int) -> Work:
     verified = proposal.first(length)
     token_ids = [running.anchor_id, *verified.token_ids.tolist()]
     piece = Piece(running.table, token_ids, num_logits=len(token_ids))
-    return Work(running, piece, verified, num_drafted=proposal.num_tokens)
+    return Work(running, piece, verified, num_drafted=proposal.num_tokens, num_context=running.table.num_tokens)
 
 
 def round_of(proposal: Proposal, verdict: Verdict, num_committed: int) -> Round:

@@ -1,7 +1,7 @@
 """Timed steps, and the cost curve they make.
 
 A step over B tokens of R requests is taken to last T(B) + (R - 1) * request_s: the tokens share one pass of the model,
-but each request attends to a context of its own.
+but each request attends to a context of its own. What more context costs is the slope between a short and a long one.
 """
 
 import logging
@@ -15,21 +15,52 @@ from typing import Any
 from dspark.engine.step_timer import BatchShape, StepTimer
 from dspark.speculation.cost_curve import CostCurve
 
+USUAL_TOKENS = 4  # of a request in a step: the anchor and what is verified
+
 log = logging.getLogger("dspark.profile")
 
 
 @dataclass(frozen=True)
+class LongSamples:
+    """Seconds of a batch of one request, one a sweep, with so many tokens of context in place of the usual ones."""
+
+    shape: BatchShape
+    context_tokens: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
 class Samples:
-    """Measured seconds, one a sweep: by batch, and of drafting by the number of requests."""
+    """Measured seconds, one a sweep: by batch, and of drafting by the number of requests.
+
+    context_tokens: of each request. long: None where there was no room for a longer context.
+    """
 
     verify: dict[BatchShape, list[float]]
     draft: dict[int, list[float]]
+    context_tokens: int = 0
+    long: LongSamples | None = None
 
     def curve(self, fingerprint: Mapping[str, Any]) -> CostCurve:
         """The curve over batches of one request, and what each further request costs."""
         single = {shape.num_tokens: seconds for shape, seconds in self.verify.items() if shape.num_requests == 1}
         request_s = fit_request_s(self.verify)
-        return CostCurve.measured(single, self.draft, fingerprint=fingerprint, request_s=request_s)
+        return CostCurve.measured(
+            single,
+            self.draft,
+            fingerprint=fingerprint,
+            request_s=request_s,
+            context_s=self.context_s(),
+            context_tokens=self.context_tokens,
+        )
+
+    def context_s(self) -> float:
+        """Seconds of 1,000 tokens more of context, not below 0: the median over sweeps of each one's slope."""
+        if self.long is None:
+            return 0.0
+        pairs = zip(self.long.seconds, self.verify[self.long.shape], strict=True)
+        rise_s = median(with_long - usual for with_long, usual in pairs)
+        return max(0.0, 1000.0 * rise_s / (self.long.context_tokens - self.context_tokens))
 
 
 def fit_request_s(verify: Mapping[BatchShape, Sequence[float]]) -> float:
@@ -53,6 +84,11 @@ def fit_request_s(verify: Mapping[BatchShape, Sequence[float]]) -> float:
     return max(0.0, median(slopes))
 
 
+def usual_shape(shapes: Sequence[BatchShape]) -> BatchShape:
+    """Of the batches of one request that with about as many tokens as are usually verified."""
+    return min((s for s in shapes if s.num_requests == 1), key=lambda shape: abs(shape.num_tokens - USUAL_TOKENS))
+
+
 def take_samples(
     timer: StepTimer, shapes: Sequence[BatchShape], draft_requests: Sequence[int], *, repeats: int, seed: int = 0
 ) -> Samples:
@@ -60,9 +96,18 @@ def take_samples(
 
     So whatever else the machine does for a while meets all points alike. draft_requests: empty without a drafter.
     """
-    samples = Samples({shape: [] for shape in shapes}, {number: [] for number in sorted(draft_requests)})
+    samples = Samples(
+        {shape: [] for shape in shapes},
+        {number: [] for number in sorted(draft_requests)},
+        timer.context_tokens,
+        LongSamples(usual_shape(shapes), timer.long_context_tokens, [])
+        if timer.long_context_tokens > timer.context_tokens
+        else None,
+    )
     points = [(seconds, partial(timer.verify_s, shape)) for shape, seconds in samples.verify.items()]
     points += [(seconds, partial(timer.draft_s, number)) for number, seconds in samples.draft.items()]
+    if samples.long is not None:
+        points.append((samples.long.seconds, partial(timer.verify_s, samples.long.shape, is_long=True)))
     order = random.Random(seed)
     for sweep in range(repeats + 1):
         for seconds, time_one in order.sample(points, len(points)):

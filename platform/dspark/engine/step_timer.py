@@ -49,7 +49,9 @@ def batch_shapes(batch_tokens: Sequence[int], *, tokens_per_request: int, max_re
 class StepTimer:
     """tables: of one request each, with room for the context and for what is to be timed behind it, see `page_tables`.
 
-    All requests have the same context, each in pages of its own.
+    All requests have the same context, each in pages of its own. long_context_tokens: of the first request where that
+    is asked for, if there is room in its table; 0 where the target keeps them in no pages, from which they could not be
+    taken back.
     """
 
     def __init__(
@@ -60,26 +62,35 @@ class StepTimer:
         *,
         context_tokens: int,
         seed: int,
+        long_context_tokens: int = 0,
     ) -> None:
+        self.context_tokens = context_tokens
+        self.long_context_tokens = long_context_tokens if isinstance(target, TargetRunner) else 0
         self._target, self._drafts, self._tables = target, drafts, list(tables)
         generator = torch.Generator().manual_seed(seed)
         longest = max(table.capacity_tokens for table in tables)
         ids = torch.randint(target.vocabulary_size, (longest,), generator=generator)
         self._ids: list[int] = ids.tolist()
-        self._features = self._read_context(self._tables[0], context_tokens)
+        self._features = self._read_context(self._tables[0], max(context_tokens, self.long_context_tokens))
+        self._features = self._features[:context_tokens]
+        self._tables[0].num_tokens = context_tokens
         self._share_context(context_tokens)
         self._memories = self._draft_memories(context_tokens)
 
     @torch.inference_mode()
-    def verify_s(self, shape: BatchShape) -> float:
-        """Seconds of one target step, its greedy choices included."""
+    def verify_s(self, shape: BatchShape, *, is_long: bool = False) -> float:
+        """Seconds of one target step, its greedy choices included. is_long: of one request, with its long context."""
+        if is_long:
+            self._tables[0].num_tokens = self.long_context_tokens
         pieces = [
             Piece(table, self._ids[:length], num_logits=length)
             for table, length in zip(self._tables, shape.lengths, strict=False)
         ]
         started = self._now()
         self._target.run(self._target.flatten(pieces)).choices()
-        return self._now() - started
+        seconds = self._now() - started
+        self._tables[0].num_tokens = self.context_tokens
+        return seconds
 
     @torch.inference_mode()
     def draft_s(self, num_requests: int) -> float:

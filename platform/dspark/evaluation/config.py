@@ -1,6 +1,6 @@
 """The configs of the stages that decode held-out prompts: evaluate and calibrate."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -26,11 +26,23 @@ class EvaluationMode(Config):
     temperature: float = Field(0.0, ge=0)
     top_k: int | None = Field(None, ge=1)
     top_p: float = Field(1.0, gt=0, le=1)
+    seeded: Literal["rejection", "invariant"] = "rejection"
+    """How draft tokens are judged. Every answer has a seed, so that runs repeat: "rejection" leaves acceptance what it
+    is for a request without one, "invariant" makes it what it is for a request that asks for one."""
 
     @property
     def sampling(self) -> SamplingParams:
-        """Seeds repeat a run and leave acceptance what it is for a request without one."""
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seeded="rejection")
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seeded=self.seeded)
+
+    def identity(self) -> dict[str, Any]:
+        """What an answer depends on. As before there was `seeded` where it is not used, so that results stay in use."""
+        return self.model_dump(exclude={"seeded"} if self.seeded == "rejection" else None)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "EvaluationMode":
+        if self.seeded == "invariant" and self.temperature == 0:
+            raise ValueError(f"seeded 'invariant' has no effect in mode {self.name!r}, whose temperature is 0")
+        return self
 
 
 class MeasurementConfig(Config):
@@ -136,6 +148,8 @@ class EvaluateConfig(MeasurementConfig):
     def _check_reference(self) -> "EvaluateConfig":
         if self.lengths == "scheduled":
             raise ValueError("lengths 'scheduled' needs through 'engine'; the reference loop has no scheduler")
+        if any(mode.seeded == "invariant" for mode in self.modes):
+            raise ValueError("seeded 'invariant' needs through 'engine'; the reference loop knows rejection alone")
         for name, default in (("concurrency", CONCURRENCY), ("engine", MeasuredEngineConfig())):
             if getattr(self, name) != default:
                 raise ValueError(f"{name} has no effect with through 'reference'; leave it out")
@@ -149,6 +163,9 @@ class CalibrateConfig(MeasurementConfig):
     """Long enough that most answers end by themselves: what a cut leaves out is never calibrated for."""
     samples_per_prompt: int = Field(1, ge=1)
     """Sampled answers to each prompt, each from its own seed. There is one greedy answer."""
+    seeded_samples: int = Field(1, ge=0)
+    """Answers to each prompt as requests with a seed get them. 0: such requests go by the scales of sampled ones, which
+    promise them more than they get."""
     fit_domains: list[str] | None = None
     """Domains whose prompts the scales are fitted on; None takes all. All are reported on."""
     num_bins: int = Field(NUM_BINS, ge=2)
@@ -171,12 +188,20 @@ class CalibrateConfig(MeasurementConfig):
 
     @property
     def modes(self) -> list[EvaluationMode]:
-        samples = range(1, self.samples_per_prompt + 1)
-        names = ["sampled" if number == 1 else f"sampled{SAMPLE}{number}" for number in samples]
-        return [EvaluationMode(name="greedy"), *(EvaluationMode(name=name, temperature=1.0) for name in names)]
+        sampled = [EvaluationMode(name=name, temperature=1.0) for name in _names("sampled", self.samples_per_prompt)]
+        seeded = [
+            EvaluationMode(name=name, temperature=1.0, seeded="invariant")
+            for name in _names("seeded", self.seeded_samples)
+        ]
+        return [EvaluationMode(name="greedy"), *sampled, *seeded]
 
     @property
     def measurement(self) -> EvaluateConfig:
         """The same prompts, decoded as the evaluate stage would."""
         shared = {name: getattr(self, name) for name in MeasurementConfig.model_fields}
         return EvaluateConfig(**shared, max_new_tokens=self.max_new_tokens, modes=self.modes)
+
+
+def _names(mode: str, number: int) -> list[str]:
+    """Of a mode for each of so many samples."""
+    return [mode if sample == 1 else f"{mode}{SAMPLE}{sample}" for sample in range(1, number + 1)]

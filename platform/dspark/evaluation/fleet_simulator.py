@@ -115,7 +115,6 @@ class FleetSimulator:
         self._waiting = np.zeros(num, dtype=np.int64)
         self._next_arrival = np.zeros(num)
         self._wait_s = np.zeros(num)
-        self._drift = np.full(num, setup.drift)
         self._totals = np.full((LAG, num), np.inf)
         self._shares: list[Share] = [FREE] * num
         self._shared_at = -np.inf
@@ -160,8 +159,6 @@ class FleetSimulator:
         lengths = self._allocate(rows, decoding, survival, costs, num_drafted, is_final=True)
         real = Costs(costs.curve, costs.tokens, costs.requests, costs.drift, wait_s)
         step_s = real.padded_seconds(lengths.sum(axis=1)[:, None])[:, 0] + real.draft_seconds(num_drafted)
-        predicted_s = step_s - np.where(num_drafted > 0, wait_s, 0.0)
-        self._drift[rows] += MEASURED_WEIGHT * (self.setup.drift * step_s / predicted_s - self._drift[rows])
         accepted = np.minimum(lengths, stands)
         self._estimates.observe(rows, survival, is_drafted)
         self._estimates.learn(rows, seen, lengths, accepted)
@@ -282,7 +279,7 @@ class FleetSimulator:
         for i, (active, tiers) in enumerate(zip(self._is_active, self._tier, strict=True)):
             rows = [(int(tiers[r]), expected[i, r].tolist()) for r in np.flatnonzero(active)]
             groups = summarise(rows)
-            reports.append(ReplicaReport(str(i), 1, groups, "curve", setup.curve, drift=float(self._drift[i])))
+            reports.append(ReplicaReport(str(i), 1, groups, "curve", setup.curve, drift=setup.drift))
         supply = None if self._drafters is None else self._drafters.offered(setup.max_draft_load)
         minimum = {tier: (1 + setup.speed_headroom) * speed for tier, speed in setup.minimum.items()}
         shares = allocate_shares(reports, supply, minimum)

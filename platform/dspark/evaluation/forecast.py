@@ -12,7 +12,7 @@ from typing import Any
 from dspark.errors import MissingInput
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import PROFILE_REMEDY, CostCurve
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
 from dspark.storage import Location
 
 SPECULATE, PLAIN = "speculate", "do not speculate"
@@ -70,10 +70,8 @@ def forecast(
 
 
 def _at(curve: CostCurve, survival: list[float], number: int, min_gain: float) -> LoadForecast:
-    drafted = choose_drafting([survival] * number, curve, min_gain=min_gain)
-    rows = [survival if is_drafted else [] for is_drafted in drafted]
+    drafted, lengths = choose_drafting([survival] * number, curve, min_gain=min_gain)
     draft_s = curve.draft_seconds(sum(drafted))
-    lengths = PrefixScheduler().allocate(rows, curve, draft_s=draft_s)
     tokens = number + sum(sum(survival[:length]) for length in lengths)
     batch = number + sum(lengths)
     plain = number / _step_s(curve, number, number)
@@ -98,7 +96,7 @@ def _at(curve: CostCurve, survival: list[float], number: int, min_gain: float) -
 
 
 def _step_s(curve: CostCurve, number: int, batch: int) -> float:
-    return curve.verify_seconds(batch) + (number - 1) * curve.request_s
+    return curve.step_seconds(batch, num_requests=number)
 
 
 def _static(curve: CostCurve, survival: Sequence[float], number: int, length: int) -> float:

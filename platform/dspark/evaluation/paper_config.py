@@ -147,7 +147,8 @@ class PaperConfig(Config):
 
     def calibrate_config(self) -> CalibrateConfig:
         assert self.calibrate is not None
-        return self._on_benchmarks(self.calibrate.load(CalibrateConfig, *self._place("calibration")))
+        place = [*self._place("calibration"), "seeded_samples=0"]  # no figure here is of seeded decoding
+        return self._on_benchmarks(self.calibrate.load(CalibrateConfig, *place))
 
     def profile_config(self) -> ProfileConfig:
         assert self.profile_engine is not None

@@ -101,7 +101,7 @@ def request_of(config: EvaluateConfig, subject: Subject, mode: EvaluationMode) -
         "target": subject.identity,
         "dtype": subject.target.dtype,
         "chat": subject.chat.model_dump(),
-        "mode": mode.model_dump(),
+        "mode": mode.identity(),
         "max_new_tokens": config.max_new_tokens,
         "through": config.through,
         "lengths": config.lengths,

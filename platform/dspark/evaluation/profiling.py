@@ -18,11 +18,11 @@ from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.drafter_folder import WITHOUT_FOLDER, check_drafter, drafter_sha256, drafter_target
 from dspark.engine.loading import paged_runner, target_runner
-from dspark.engine.step_samples import Samples, take_samples
+from dspark.engine.step_samples import Samples, take_samples, usual_shape
 from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.drafting_choice import choose_drafting
 from dspark.targets import TargetConfig, load_target, load_target_config, load_tokenizer, vocabulary_size
 from dspark.tracking import TrackingConfig
 
@@ -47,6 +47,9 @@ class ProfileConfig(Config):
     """Numbers of requests to measure drafting at."""
     context_tokens: int = Field(256, ge=1)
     """Tokens each request has in KV memory; take what is usual, since attention gets slower with it."""
+    long_context_tokens: int = Field(2048, ge=0)
+    """Tokens of context at which a step of few tokens is measured once more: what more context costs. Less where the
+    target was made for less; 0, or not more than context_tokens, leaves it out."""
     tokens_per_request: int = Field(4, ge=1)
     """Tokens of each request in the batches of many requests, beside those of one token each."""
     max_requests: int = Field(32, ge=1)
@@ -124,7 +127,11 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
     drafter: Any = None
     if config.has_drafter:  # it computes in the target's type: its inputs are the target's own states
         drafter = load_drafter(str(config.drafter), dtype=model.dtype, device=str(model.device))
-    tables = page_tables(request_tokens(config, drafter), config.page_size)
+    long_context, most_long = config.long_context_tokens, usual_shape(config.shapes).num_tokens
+    if limit is not None:
+        long_context = min(long_context, limit - most_long)
+    longest = max(longest, long_context + most_long)
+    tables = page_tables(request_tokens(config, drafter, first=long_context + most_long), config.page_size)
     engine = EngineConfig(  # timed as it will run
         page_size=config.page_size,
         kv_tokens=config.page_size * sum(len(table.pages) for table in tables),
@@ -137,11 +144,21 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
         drafts = paged_runner(drafter, num_pages=engine.num_pages, page_size=engine.page_size)
     vocabulary = vocabulary_size(load_tokenizer(target_config))
     target = target_runner(model, drafts, config=engine, vocabulary_size=vocabulary)
-    return StepTimer(target, drafts, tables, context_tokens=config.context_tokens, seed=config.seed)
+    return StepTimer(
+        target,
+        drafts,
+        tables,
+        context_tokens=config.context_tokens,
+        seed=config.seed,
+        long_context_tokens=long_context,
+    )
 
 
-def request_tokens(config: ProfileConfig, drafter: Drafter | None) -> list[int]:
-    """Tokens of memory each request needs: the context, and the longest piece or all that is drafted behind it."""
+def request_tokens(config: ProfileConfig, drafter: Drafter | None, *, first: int = 0) -> list[int]:
+    """Tokens of memory each request needs: the context, and the longest piece or all that is drafted behind it.
+
+    first: tokens that the first one needs at least.
+    """
     shapes = config.shapes
     number = max(shape.num_requests for shape in shapes)
     drafted = 0
@@ -149,7 +166,8 @@ def request_tokens(config: ProfileConfig, drafter: Drafter | None) -> list[int]:
         number = max(number, *config.draft_requests)
         drafted = drafter.block_size + NEW_TOKENS * (config.repeats + 1) * len(config.draft_requests)
     pieces = [[shape.lengths[i] for shape in shapes if i < shape.num_requests] for i in range(number)]
-    return [config.context_tokens + max([drafted, *lengths]) for lengths in pieces]
+    needed = [config.context_tokens + max([drafted, *lengths]) for lengths in pieces]
+    return [max(first, needed[0]), *needed[1:]]
 
 
 def measure(timer: StepTimer, config: ProfileConfig) -> Samples:
@@ -176,15 +194,12 @@ def verify_budgets(
     """
     rows = []
     for number in num_requests:
-        drafted = choose_drafting([survival] * number, curve)
-        expected = [survival if is_drafted else [] for is_drafted in drafted]
+        drafted, lengths = choose_drafting([survival] * number, curve)
         draft_s = curve.draft_seconds(sum(drafted))
-        lengths = PrefixScheduler().allocate(expected, curve, draft_s=draft_s)
         batch_tokens = number + sum(lengths)
-        tau = number + sum(sum(row[:length]) for row, length in zip(expected, lengths, strict=True))
-        others_s = (number - 1) * curve.request_s
-        plain_s = curve.verify_seconds(number) + others_s
-        step_s = curve.verify_seconds(batch_tokens) + others_s + draft_s
+        tau = number + sum(sum(survival[:length]) for length in lengths)
+        plain_s = curve.step_seconds(number, num_requests=number)
+        step_s = curve.step_seconds(batch_tokens, num_requests=number) + draft_s
         rows.append(
             {
                 "requests": number,

@@ -84,19 +84,15 @@ def traffic_report(
     """By way of decoding, in the form of `calibration_report`, JSON-ready; "before" is the present calibration's.
 
     is_taken: whether the scales are new ones: there were MIN_ROUNDS rounds to fit on and as many to judge by, and the
-    error of the answers that were not fitted on is no larger than before. Seeded decoding goes by the scales of sampled
-    decoding, and is judged by them only. raw: mean error without any scales.
+    error of the answers that were not fitted on is no larger than before. Seeded decoding is left out where nobody
+    asked for it. raw: mean error without any scales.
     """
     is_fit = _fit_side(rounds.request, seed)
-    report: dict[str, Any] = {}
-    for mode in MODES:
-        report[mode] = _fitted(rounds, is_fit, mode, present.scales.get(mode), num_bins, with_shift, seed)
-    seeded = rounds.of_mode("seeded")
-    if len(seeded):
-        new = SlotScales(tuple(report["sampled"]["temperatures"]), tuple(report["sampled"]["shifts"]))
-        judged = _judged(seeded, present.scales.get("sampled"), new, num_bins, seed)
-        report["seeded"] = judged | {"rounds": {"fit": 0, "test": len(seeded)}, "is_taken": False}
-    return report
+    return {
+        mode: _fitted(rounds, is_fit, mode, present.for_mode(mode), num_bins, with_shift, seed)
+        for mode in MODES
+        if mode != "seeded" or len(rounds.of_mode(mode))
+    }
 
 
 def acceptance_levels(rounds: RecordedRounds, *, min_rounds: int = 50) -> dict[str, list[float]]:
@@ -124,7 +120,7 @@ def new_calibration(
     """With the scales that were taken; the other modes, and slots that traffic hardly saw, keep what they have."""
     taken = {
         mode: SlotScales(tuple(report[mode]["temperatures"]), tuple(report[mode]["shifts"]))
-        for mode in MODES
+        for mode in report
         if report[mode]["is_taken"]
     }
     return Calibration(present.scales | taken, drafter_sha256, fitted_on)

@@ -1,6 +1,7 @@
 // What Python calls, by plain C names and addresses: nothing of PyTorch's is compiled in, which keeps the build to
 // seconds and the result usable by every version of it.
-#include "layer.h"
+#include "chain.h"
+#include "draft.h"
 #include "schedule.h"
 
 using namespace dspark;
@@ -47,9 +48,8 @@ int dspark_allocate(const Schedule* step, double draft_s, int64_t capacity, int6
   return allocate(*step, draft_s, capacity, floor, lengths);
 }
 
-int dspark_choose_drafting(const Schedule* step, const uint8_t* is_free, const double* draft_s, double min_gain,
-                           int max_drafted, int most_tried, uint8_t* drafted) {
-  return choose_drafting(*step, is_free, draft_s, min_gain, max_drafted, most_tried, drafted);
+int dspark_choose_drafting(const Schedule* step, const Search* search, uint8_t* drafted, int32_t* lengths) {
+  return choose_drafting(*step, *search, drafted, lengths);
 }
 
 #if DSPARK_BF16_DOT
@@ -59,6 +59,10 @@ void dspark_linear(const bf16* weight, const bf16* bias, int in, int out, const 
 }
 
 void dspark_layers(const LayersCall* call, const Batch* batch) { run_layers(*call, *batch); }
+
+void dspark_draft(const DraftCall* call, const Batch* batch) { draft(*call, *batch); }
+
+void dspark_chain(const ChainCall* call, const Batch* batch) { chain(*call, *batch); }
 #endif
 
 }  // extern "C"

@@ -56,7 +56,8 @@ struct LayerBuffers {
   std::vector<bf16> normed, qkv, mixed, hidden, gated, between;
 };
 
-inline bf16* at_least(std::vector<bf16>& buffer, int64_t size) {
+template <class T>
+T* at_least(std::vector<T>& buffer, int64_t size) {
   if (int64_t(buffer.size()) < size) buffer.resize(size);
   return buffer.data();
 }
@@ -109,18 +110,14 @@ struct LayerWork {
   Turns projections, attentions, outputs, gates, downs;
 };
 
-// A thread's part in a layer; `barrier` is where the threads meet.
-inline void run_part(LayerWork& work, const LayersCall& call, const Batch& batch, LayerBuffers& buffers, int thread,
-                     int team, Barrier& barrier, Scratch& scratch) {
+// A thread's part in a layer, whose projections are given buffers.normed; `barrier` is where the threads meet.
+inline void run_normed(LayerWork& work, const LayersCall& call, const Batch& batch, LayerBuffers& buffers, int thread,
+                       int team, Barrier& barrier, Scratch& scratch) {
   const Layer& layer = *work.layer;
-  const int64_t rows = batch.num_tokens, size = layer.q.in, width = work.width;
+  const int64_t rows = batch.num_tokens, size = layer.o.out, width = work.width;
   bf16 *normed = buffers.normed.data(), *hidden = buffers.hidden.data(), *qkv = buffers.qkv.data();
   bf16 *mixed = buffers.mixed.data(), *gated = buffers.gated.data();
   const int q_panels = layer.q.panels(), k_panels = layer.k.panels(), v_panels = layer.v.panels();
-  share(rows, thread, team, [&](int64_t row) {
-    rms_norm(work.from + row * size, layer.input_norm, int(size), layer.eps, normed + row * size);
-  });
-  barrier.wait(team);
   work.projections.each(q_panels + k_panels + v_panels, [&](int64_t i) {
     int panel = int(i);
     if (panel < q_panels) return write_panel(layer.q, normed, rows, panel, qkv, width);
@@ -151,26 +148,42 @@ inline void run_part(LayerWork& work, const LayersCall& call, const Batch& batch
   barrier.wait(team);
 }
 
+// A thread's part in a layer that norms what it is given.
+inline void run_part(LayerWork& work, const LayersCall& call, const Batch& batch, LayerBuffers& buffers, int thread,
+                     int team, Barrier& barrier, Scratch& scratch) {
+  const Layer& layer = *work.layer;
+  const int64_t size = layer.q.in;
+  share(batch.num_tokens, thread, team, [&](int64_t row) {
+    rms_norm(work.from + row * size, layer.input_norm, int(size), layer.eps, buffers.normed.data() + row * size);
+  });
+  barrier.wait(team);
+  run_normed(work, call, batch, buffers, thread, team, barrier, scratch);
+}
+
 inline bool have_equal_items(const Attention& a, const Attention& b) {
   return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.window == b.window;
 }
 
-// All layers in one parallel region: waking threads for each would take as long as a layer of a few rows.
-inline void run_layers(const LayersCall& call, const Batch& batch) {
-  static thread_local LayerBuffers buffers;
-  const int64_t rows = batch.num_tokens, size = call.layers[0]->q.in;
-  bf16* between = at_least(buffers.between, rows * size);
+// Room for a layer of so many rows.
+inline void reserve_layer(const Layer& layer, int64_t rows, LayerBuffers& buffers) {
+  const int64_t width = layer.q.out + layer.k.out + layer.v.out;
+  at_least(buffers.normed, rows * layer.q.in), at_least(buffers.hidden, rows * layer.o.out);
+  at_least(buffers.between, rows * layer.o.out), at_least(buffers.qkv, rows * width);
+  at_least(buffers.mixed, rows * layer.o.in), at_least(buffers.gated, rows * layer.gate.out);
+}
+
+// What the layers of a call are given, give and share, the buffers being made large enough for them.
+inline std::vector<LayerWork> layer_works(const LayersCall& call, const Batch& batch, LayerBuffers& buffers) {
+  for (int i = 0; i < call.num_layers; ++i) reserve_layer(*call.layers[i], batch.num_tokens, buffers);
   std::vector<LayerWork> works(call.num_layers);
   for (int i = 0; i < call.num_layers; ++i) {
     LayerWork& work = works[i];
     const Layer& layer = *(work.layer = call.layers[i]);
     work.width = layer.q.out + layer.k.out + layer.v.out;
     work.from = i == 0 ? call.hidden : works[i - 1].to;
-    work.to = (call.num_layers - 1 - i) % 2 == 0 ? call.out : between;  // the last one gives what is asked for
+    // The last one gives what is asked for.
+    work.to = (call.num_layers - 1 - i) % 2 == 0 ? call.out : buffers.between.data();
     if (call.outs != nullptr && call.outs[i] != nullptr) work.to = call.outs[i];
-    at_least(buffers.normed, rows * size), at_least(buffers.hidden, rows * size);
-    at_least(buffers.qkv, rows * work.width), at_least(buffers.mixed, rows * layer.o.in);
-    at_least(buffers.gated, rows * layer.gate.out);
   }
   for (int i = 0; i < call.num_layers; ++i) {
     LayerWork& work = works[i];
@@ -179,6 +192,13 @@ inline void run_layers(const LayersCall& call, const Batch& batch) {
     if (!is_as_before) work.own_items = work_items(batch, work.attention);
     work.items = is_as_before ? works[i - 1].items : &work.own_items;
   }
+  return works;
+}
+
+// All layers in one parallel region: waking threads for each would take as long as a layer of a few rows.
+inline void run_layers(const LayersCall& call, const Batch& batch) {
+  static thread_local LayerBuffers buffers;
+  std::vector<LayerWork> works = layer_works(call, batch, buffers);
   Barrier barrier;
   LayerBuffers& shared = buffers;  // in a region each thread would see its own
 #pragma omp parallel num_threads(batch.num_threads)

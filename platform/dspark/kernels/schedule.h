@@ -1,5 +1,5 @@
-// The two searches of the scheduler in microseconds. Slow twins: `allocate` and `choose_drafting` in
-// dspark/speculation/prefix_scheduler.py, where the rules are explained; here they are only carried out.
+// The two searches of the scheduler in microseconds. Slow twins: `allocate` in prefix_scheduler.py and
+// `choose_drafting` in drafting_choice.py of dspark/speculation, which explain the rules; here they are carried out.
 #pragma once
 
 #include "common.h"
@@ -18,7 +18,9 @@ struct Schedule {
   double others_s;          // what the requests beside the first add to a step
 };
 
-constexpr double ROUNDING = 1e-6;  // as in prefix_scheduler.py
+constexpr double ROUNDING = 1e-6;                  // as in ranked_step.py
+constexpr size_t MOST_TURNED = 32;                 // as in drafting_choice.py
+constexpr int64_t DEAR_SLOTS[] = {8, 4, 2};        // as there
 
 // Whether every row is a cumulative product, and every fixed length one that its row has.
 inline bool is_sound(const Schedule& step) {
@@ -76,48 +78,64 @@ inline Ranking rank(const Schedule& step) {
   return found;
 }
 
-// How many of these ranked slots are verified: to the first that does not raise Theta, then to the bucket's edge.
-// tau_there: what the step then yields.
-inline int64_t num_admitted(const Schedule& step, const Ranking& ranking, const Slot* slots, int64_t num_slots,
-                            double draft_s, int64_t floor, double* tau_there) {
+// What Algorithm 1 admits: so many slots, which yield tau with what is fixed, the last of them before place `end`.
+struct Admitted {
+  int64_t number, end, edge;  // edge: tokens that are then computed
+  double tau;
+};
+
+// Slots of these requests (null: of all), up to the first that does not raise Theta, then to the bucket's edge.
+inline Admitted admit(const Schedule& step, const Ranking& ranking, const uint8_t* is_in, double draft_s, int64_t most,
+                      int64_t floor) {
   const double* seconds = step.verify_s + ranking.tokens;
-  floor = std::min(std::max<int64_t>(floor, 0), num_slots);
-  double tau = ranking.tau;
-  for (int64_t i = 0; i < floor; ++i) tau += slots[i].survival;
-  int64_t stop = floor;
-  double theta = tau / (seconds[stop] + step.others_s + draft_s);
-  while (stop < num_slots) {
-    const double next = (tau + slots[stop].survival) / (seconds[stop + 1] + step.others_s + draft_s);
-    if (next <= theta) break;
-    tau += slots[stop++].survival;
-    theta = next;
+  const int64_t num_slots = int64_t(ranking.slots.size());
+  const auto skips = [&](int64_t i) { return is_in != nullptr && !is_in[ranking.slots[i].request]; };
+  Admitted found{0, 0, 0, ranking.tau};
+  const auto take = [&](int64_t i) { found.tau += ranking.slots[i].survival, ++found.number, found.end = i + 1; };
+  double theta = found.tau / (seconds[0] + step.others_s + draft_s);
+  int64_t i = 0;
+  for (; i < num_slots && found.number < most; ++i) {
+    if (skips(i)) continue;
+    const double next =
+        (found.tau + ranking.slots[i].survival) / (seconds[found.number + 1] + step.others_s + draft_s);
+    if (found.number >= floor && next <= theta) break;
+    take(i), theta = next;
   }
-  const int64_t edge = std::min<int64_t>(step.padded[ranking.tokens + stop] - ranking.tokens, num_slots);
-  while (stop < edge) tau += slots[stop++].survival;
-  *tau_there = tau;
-  return stop;
+  found.edge = step.padded[ranking.tokens + found.number];
+  const int64_t filled = std::min(found.edge - ranking.tokens, most);
+  for (; i < num_slots && found.number < filled; ++i) {
+    if (!skips(i)) take(i);
+  }
+  return found;
 }
 
-// lengths: [R]. capacity: -1 = none. False, and nothing decided, when the step is not sound.
+inline void add_lengths(const Schedule& step, const Ranking& ranking, const uint8_t* is_in, const Admitted& found,
+                        int32_t* lengths) {
+  for (int r = 0; r < step.num_requests; ++r) lengths[r] = std::max(step.fixed[r], 0);
+  for (int64_t i = 0; i < found.end; ++i) {
+    const int32_t request = ranking.slots[i].request;
+    if (is_in == nullptr || is_in[request]) ++lengths[request];
+  }
+}
+
+// Slots that may be admitted beside the fixed ones. capacity: -1 = no bound.
+inline int64_t most_open(const Ranking& ranking, int64_t capacity) {
+  const int64_t num_slots = int64_t(ranking.slots.size());
+  return capacity < 0 ? num_slots : std::min(num_slots, std::max<int64_t>(0, capacity - ranking.num_fixed));
+}
+
+// lengths: [R]. False, and nothing decided, when the step is not sound.
 inline bool allocate(const Schedule& step, double draft_s, int64_t capacity, int64_t floor, int32_t* lengths) {
   if (!is_sound(step)) return false;
   const Ranking ranking = rank(step);
-  int64_t num_slots = int64_t(ranking.slots.size());
-  if (capacity >= 0) num_slots = std::min(num_slots, std::max<int64_t>(0, capacity - ranking.num_fixed));
-  double tau;
-  const int64_t stop =
-      num_admitted(step, ranking, ranking.slots.data(), num_slots, draft_s, floor - ranking.num_fixed, &tau);
-  for (int r = 0; r < step.num_requests; ++r) lengths[r] = std::max(step.fixed[r], 0);
-  for (int64_t i = 0; i < stop; ++i) ++lengths[ranking.slots[i].request];
+  const int64_t most = most_open(ranking, capacity);
+  add_lengths(step, ranking, nullptr, admit(step, ranking, nullptr, draft_s, most, floor - ranking.num_fixed), lengths);
   return true;
 }
 
-// Open requests that are not free with something to gain, most first.
-inline std::vector<int32_t> by_gain(const Schedule& step, const Ranking& ranking, const uint8_t* is_free) {
-  const double* seconds = step.verify_s + ranking.tokens;
-  const int64_t num_slots = int64_t(ranking.slots.size());
-  const double first = seconds[0] + step.others_s, last = seconds[num_slots] + step.others_s;
-  const double price = (last - first) / double(std::max<int64_t>(num_slots, 1)) * ranking.tau / first;
+// Open requests that are not free with something to gain at a price of a slot in tokens, most first.
+inline std::vector<int32_t> by_gain(const Schedule& step, const Ranking& ranking, const uint8_t* is_free,
+                                    double price) {
   std::vector<double> gain(step.num_requests), total(step.num_requests);
   for (const Slot& slot : ranking.slots) {
     gain[slot.request] += std::max(slot.survival - price, 0.0);
@@ -133,51 +151,126 @@ inline std::vector<int32_t> by_gain(const Schedule& step, const Ranking& ranking
   return order;
 }
 
-// drafted: [R]. draft_s: [R + 1] seconds of drafting for 0, 1, ... requests. max_drafted: -1 = no bound. False as above.
-inline bool choose_drafting(const Schedule& step, const uint8_t* is_free, const double* draft_s, double min_gain,
-                            int32_t max_drafted, int32_t most_tried, uint8_t* drafted) {
-  if (!is_sound(step)) return false;
+// The different orders of several prices: the curve's own first.
+inline std::vector<std::vector<int32_t>> orders_of(const Schedule& step, const Ranking& ranking,
+                                                   const uint8_t* is_free) {
+  const double* seconds = step.verify_s + ranking.tokens;
+  const int64_t num_slots = int64_t(ranking.slots.size());
+  const double first = seconds[0] + step.others_s, last = seconds[num_slots] + step.others_s;
+  std::vector<double> prices{(last - first) / double(std::max<int64_t>(num_slots, 1)) * ranking.tau / first};
+  for (const int64_t part : DEAR_SLOTS) {
+    if (num_slots > 0) prices.push_back(ranking.slots[num_slots / part].survival);
+  }
+  prices.push_back(0.0);
+  std::vector<std::vector<int32_t>> orders;
+  for (const double price : prices) {
+    std::vector<int32_t> order = by_gain(step, ranking, is_free, price);
+    if (std::find(orders.begin(), orders.end(), order) == orders.end()) orders.push_back(std::move(order));
+  }
+  return orders;
+}
+
+// How the best set is looked for. draft_s: [R + 1] seconds of drafting for 0, 1, ... requests. max_drafted, capacity:
+// -1 = no bound. most_tried: numbers of requests that are tried in one pass. Mirrored by `native.Search`.
+struct Search {
+  const uint8_t* is_free;  // [R]
+  const double* draft_s;
+  double min_gain;
+  int64_t capacity, floor;
+  int32_t max_drafted, most_tried;
+};
+
+// A search's state: the best set of open requests so far.
+struct Choice {
+  const Schedule& step;
+  const Search& search;
   const Ranking ranking = rank(step);
-  const std::vector<int32_t> order = by_gain(step, ranking, is_free);
-  std::vector<int32_t> place(step.num_requests, step.num_requests);
+  int64_t most = most_open(ranking, search.capacity);
   int32_t num_forced = 0;
-  for (int32_t i = 0; i < int32_t(order.size()); ++i) place[order[i]] = i;
-  for (int32_t r = 0; r < step.num_requests; ++r) {
-    if (is_free[r]) place[r] = -1;
-    else num_forced += step.fixed[r] > 0;
+  std::vector<uint8_t> set, best_set;  // [R]; whoever is free is in every set
+  int32_t best_number = 0;
+  double best_rate;
+
+  Choice(const Schedule& step, const Search& search) : step(step), search(search) {
+    for (int r = 0; r < step.num_requests; ++r) num_forced += step.fixed[r] > 0 && !search.is_free[r];
+    set.assign(search.is_free, search.is_free + step.num_requests);
+    best_set = set;
+    best_rate = rate(0);
   }
-  int32_t largest = int32_t(order.size());
-  if (max_drafted >= 0) largest = std::min(largest, std::max(0, max_drafted - num_forced));
-  std::vector<Slot> chosen;
-  chosen.reserve(ranking.slots.size());
-  const auto rate = [&](int32_t num_drafted) {
-    chosen.clear();
-    for (const Slot& slot : ranking.slots) {
-      if (place[slot.request] < num_drafted) chosen.push_back(slot);
+
+  double draft_s(int32_t number) const { return search.draft_s[num_forced + number]; }
+  Admitted admitted(int32_t number) const {
+    return admit(step, ranking, set.data(), draft_s(number), most, search.floor - ranking.num_fixed);
+  }
+  double rate(int32_t number) const {  // of `set`, which has so many who are not free
+    const Admitted found = admitted(number);
+    return found.tau / (step.verify_s[found.edge] + step.others_s + draft_s(number));
+  }
+  void keep(double found, int32_t number) { best_set = set, best_rate = found, best_number = number; }
+
+  // The first low, low + stride, ... and `high` of an order; true if one of them is the best now.
+  bool try_sizes(const std::vector<int32_t>& order, int32_t low, int32_t high, int32_t stride) {
+    bool is_better = false;
+    int32_t number = 0;
+    set.assign(search.is_free, search.is_free + step.num_requests);
+    for (int32_t size = low;; size = std::min(size + stride, high)) {
+      for (; number < size; ++number) set[order[number]] = 1;
+      const double found = rate(size);
+      if (found > best_rate || (found == best_rate && size < best_number)) keep(found, size), is_better = true;
+      if (size == high) return is_better;
     }
-    const double drafting = draft_s[num_forced + num_drafted];
-    double tau;
-    const int64_t stop = num_admitted(step, ranking, chosen.data(), int64_t(chosen.size()), drafting, 0, &tau);
-    return tau / (step.verify_s[step.padded[ranking.tokens + stop]] + step.others_s + drafting);
-  };
-  const int32_t stride = std::max(1, (largest + most_tried - 1) / most_tried);
-  const double plain = rate(0);
-  int32_t best = 0;
-  double highest = plain;
-  const auto consider = [&](int32_t size) {
-    const double found = rate(size);
-    if (found > highest) best = size, highest = found;
-  };
-  for (int32_t size = stride; size < largest; size += stride) consider(size);
-  if (largest > 0) consider(largest);
-  if (stride > 1) {
-    const int32_t from = std::max(0, best - stride + 1), to = std::min(largest, best + stride - 1);
-    best = from, highest = rate(from);
-    for (int32_t size = from + 1; size <= to; ++size) consider(size);
   }
-  if (highest < (1.0 + min_gain) * plain) best = 0;
+
+  // Single requests left out or taken in, as long as that helps; of equal changes the first one.
+  void turn(const std::vector<int32_t>& order, int32_t largest) {
+    for (bool has_changed = true; has_changed;) {
+      has_changed = false;
+      const std::vector<uint8_t> from = best_set;
+      const int32_t number = best_number;
+      for (const bool is_in : {true, false}) {
+        if (!is_in && number >= largest) break;
+        for (const int32_t request : order) {
+          if (bool(from[request]) != is_in) continue;
+          set = from;
+          set[request] = !is_in;
+          const int32_t turned = number + (is_in ? -1 : 1);
+          const double found = rate(turned);
+          if (found > best_rate) keep(found, turned), has_changed = true;
+        }
+      }
+    }
+  }
+};
+
+// drafted, lengths: [R]. False as above.
+inline bool choose_drafting(const Schedule& step, const Search& search, uint8_t* drafted, int32_t* lengths) {
+  if (!is_sound(step)) return false;
+  Choice choice(step, search);
+  const double plain = choice.best_rate;
+  const auto orders = orders_of(step, choice.ranking, search.is_free);
+  int32_t largest = int32_t(orders[0].size());
+  if (search.max_drafted >= 0) largest = std::min(largest, std::max(0, search.max_drafted - choice.num_forced));
+  if (largest > 0) {
+    const int32_t stride = std::max(1, (largest + search.most_tried - 1) / search.most_tried);
+    const std::vector<int32_t>* best_order = &orders[0];
+    int32_t low = 0, high = largest;
+    const auto near = [&](int32_t distance) {
+      low = std::max(0, choice.best_number - distance), high = std::min(largest, choice.best_number + distance);
+    };
+    for (const auto& order : orders) {
+      if (choice.try_sizes(order, low, high, stride)) best_order = &order;
+      if (stride > 1 && &order == &orders[0]) near(stride);
+    }
+    if (stride > 1) near(stride - 1), choice.try_sizes(*best_order, low, high, 1);
+  }
+  if (orders[0].size() <= MOST_TURNED) choice.turn(orders[0], largest);
+  choice.set = choice.best_set;
+  if (choice.best_rate < (1.0 + search.min_gain) * plain) {
+    choice.set.assign(search.is_free, search.is_free + step.num_requests), choice.best_number = 0;
+  }
+  add_lengths(step, choice.ranking, choice.set.data(), choice.admitted(choice.best_number), lengths);
   for (int32_t r = 0; r < step.num_requests; ++r) {
-    drafted[r] = (place[r] >= 0 && place[r] < best) || (step.fixed[r] > 0 && !is_free[r]);
+    drafted[r] = !search.is_free[r] && (choice.set[r] || step.fixed[r] > 0);
   }
   return true;
 }

@@ -64,8 +64,8 @@ class Belief:
         )
 
     def scales(self, mode: str) -> SlotScales | None:
-        """Seeded decoding goes by those of sampled decoding, as it does in the engine."""
-        return self.found.calibration.for_mode(0.0 if mode == "greedy" else 1.0)
+        """Those that the engine goes by."""
+        return self.found.calibration.for_mode(mode)
 
 
 class ClosedLoop:

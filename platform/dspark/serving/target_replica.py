@@ -236,7 +236,7 @@ class TargetReplica:
         """What hangs on the engine."""
         self.loaded = loaded
         self._load = ReplicaLoad(loaded.engine, loaded.engine.policy.curve)
-        self._meter = LoadMeter(loaded.engine, self.id)
+        self._meter = LoadMeter(loaded.engine, self.id, is_remote=self._remote is not None)
         resolver = RequestResolver(loaded, _chat(self._config, loaded), self._limits)
         self._resolver = BackgroundResolver(resolver, most_texts=self._limits.max_concurrent_requests)
         self._token_texts = TokenTexts(resolver.tokenizer)

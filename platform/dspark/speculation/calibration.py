@@ -18,7 +18,7 @@ from torch import Tensor
 from dspark.provenance import read_json, require_same, write_json
 from dspark.storage import Location, locate
 
-MODES = ("greedy", "sampled")
+MODES = ("greedy", "sampled", "seeded")
 LARGEST_EXPONENT = 700.0  # of e, in float64
 CALIBRATE_REMEDY = "run jobs/calibrate.py for this drafter"
 
@@ -44,7 +44,10 @@ class SlotScales:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scales by mode of decoding ("greedy", "sampled"); a mode without any is left as it is.
+    """Scales by mode of decoding; greedy or sampled decoding without any is left as it is.
+
+    Seeded decoding accepts what equals the target's own draw under shared noise, which is less than rejection sampling
+    accepts. So it has scales of its own, and where a file lacks them those of sampled decoding are nearest.
 
     drafter_sha256: digest of the drafter whose confidences were fitted. fitted_on: where the rounds came from.
     """
@@ -58,9 +61,11 @@ class Calibration:
             if mode not in MODES:
                 raise ValueError(f"calibration for the mode {mode!r}; modes are {', '.join(MODES)}")
 
-    def for_mode(self, temperature: float) -> SlotScales | None:
-        """Scales of the slots for requests sampled at `temperature`; None leaves confidences as they are."""
-        return self.scales.get("greedy" if temperature == 0 else "sampled")
+    def for_mode(self, mode: str) -> SlotScales | None:
+        """Scales of the slots for requests decoded so; None leaves confidences as they are."""
+        if mode == "seeded" and mode not in self.scales:
+            return self.scales.get("sampled")
+        return self.scales.get(mode)
 
     def require_drafter(self, drafter_sha256: str) -> None:
         """Raises: Mismatch naming both digests when the scales are another drafter's."""

@@ -10,11 +10,9 @@ import platform
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,11 @@ from numpy.typing import NDArray
 
 from dspark.errors import MissingInput
 from dspark.provenance import folder_lock, read_json, write_json
+from dspark.speculation.measured_table import check_sizes, check_table, interpolated, medians
 from dspark.storage import Location, locate
 
 SMALLEST_LOOKUP = 256
+DRAFT_SHARE = 0.25  # of a target's step, where nothing is known of the drafter's
 PROFILE_REMEDY = "run jobs/profile_engine.py on this machine"
 
 
@@ -38,6 +38,8 @@ class CostCurve:
     buckets: ascending sizes that batches are padded to; empty when shapes are not padded.
     fingerprint: the hardware and model it holds for, see `hardware_fingerprint`.
     request_s: seconds that each request of a step costs beside the first, whatever its tokens: its own attention.
+    context_s: seconds that 1,000 tokens more cost, which a request has in KV memory and attends to; context_tokens:
+    how many each request had when the rest was measured.
     """
 
     batch_tokens: tuple[int, ...]
@@ -47,15 +49,19 @@ class CostCurve:
     buckets: tuple[int, ...] = ()
     fingerprint: dict[str, Any] = field(default_factory=dict, hash=False)
     request_s: float = 0.0
+    context_s: float = 0.0
+    context_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.batch_tokens:
             raise ValueError(f"a cost curve needs at least one measured batch size; {PROFILE_REMEDY}")
-        _check_table("batch_tokens", self.batch_tokens, "verify_s", self.verify_s)
-        _check_table("draft_requests", self.draft_requests, "draft_s", self.draft_s)
-        _check_sizes("buckets", self.buckets)
-        if not (math.isfinite(self.request_s) and self.request_s >= 0):
-            raise ValueError(f"request_s is {self.request_s}; it must be a number of seconds, 0 or more")
+        check_table("batch_tokens", self.batch_tokens, "verify_s", self.verify_s)
+        check_table("draft_requests", self.draft_requests, "draft_s", self.draft_s)
+        check_sizes("buckets", self.buckets)
+        for name in ("request_s", "context_s", "context_tokens"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}; it must be a number, 0 or more")
 
     @classmethod
     def measured(
@@ -66,14 +72,16 @@ class CostCurve:
         buckets: Sequence[int] = (),
         fingerprint: Mapping[str, Any],
         request_s: float = 0.0,
+        context_s: float = 0.0,
+        context_tokens: int = 0,
     ) -> "CostCurve":
         """The curve of timed samples: the median at each size, then made non-decreasing.
 
         verify: B -> seconds of target steps; draft: requests -> seconds of drafting for them.
         Raises: ValueError for a size without samples or with a time that is not positive.
         """
-        batch_tokens, verify_s = _medians("verify", verify)
-        draft_requests, draft_s = _medians("draft", draft)
+        batch_tokens, verify_s = medians("verify", verify)
+        draft_requests, draft_s = medians("draft", draft)
         return cls(
             batch_tokens=batch_tokens,
             verify_s=isotonic(verify_s),
@@ -82,7 +90,23 @@ class CostCurve:
             buckets=tuple(buckets),
             fingerprint=dict(fingerprint),
             request_s=request_s,
+            context_s=context_s,
+            context_tokens=context_tokens,
         )
+
+    def step_seconds(self, num_tokens: float, *, num_requests: int, context_tokens: int | None = None) -> float:
+        """Seconds of a target step over so many tokens of so many requests. context_tokens: see `context_seconds`."""
+        others_s = max(0, num_requests - 1) * self.request_s
+        return self.verify_seconds(num_tokens) + others_s + self.context_seconds(num_requests, context_tokens)
+
+    def context_seconds(self, num_requests: int, context_tokens: int | None) -> float:
+        """Seconds that a step's contexts add. context_tokens: of all its requests together; None: as was measured.
+
+        Shorter ones take nothing away.
+        """
+        if context_tokens is None:
+            return 0.0
+        return self.context_s * max(0, context_tokens - num_requests * self.context_tokens) / 1000.0
 
     def verify_seconds(self, tokens: float) -> float:
         """Seconds of a target step over `tokens`, paid as the bucket that holds them where there are buckets."""
@@ -94,13 +118,29 @@ class CostCurve:
 
     def smooth_verify_array(self, tokens: NDArray[Any] | np.float64) -> NDArray[np.float64]:
         """`smooth_verify_seconds` of many batch sizes at once."""
-        return _interpolated(tokens, self.batch_tokens, self.verify_s)
+        return interpolated(tokens, self.batch_tokens, self.verify_s)
 
     def draft_seconds(self, requests: int) -> float:
         """Seconds to draft a block for so many requests; 0 for none, or where drafting costs no measured time."""
         if requests == 0 or not self.draft_requests:
             return 0.0
-        return float(_interpolated(np.float64(requests), self.draft_requests, self.draft_s))
+        return float(interpolated(np.float64(requests), self.draft_requests, self.draft_s))
+
+    def with_guessed_drafting(self, others: Sequence["CostCurve"]) -> "CostCurve":
+        """This curve, with drafting as dear beside a step of few tokens as in the most similar of other curves.
+
+        For a drafter that runs where this cannot be measured. Without another curve drafting takes DRAFT_SHARE of a
+        step over as many tokens as there are requests. What it does take, `CurveCorrection` learns.
+        """
+        known = [curve for curve in others if curve.draft_requests]
+        if not known:
+            draft_s = tuple(DRAFT_SHARE * seconds for seconds in self.verify_s)
+            return replace(self, draft_requests=self.batch_tokens, draft_s=draft_s)
+        nearest = min(known, key=lambda curve: len(_differences(curve.fingerprint, self.fingerprint)))
+        few = nearest.batch_tokens[0]
+        scale = self.smooth_verify_seconds(few) / nearest.smooth_verify_seconds(few)
+        draft_s = tuple(scale * seconds for seconds in nearest.draft_s)
+        return replace(self, draft_requests=nearest.draft_requests, draft_s=draft_s)
 
     def padded_tokens(self, tokens: float) -> float:
         """Tokens that are computed for a batch of `tokens`: its bucket, or itself beyond the last one."""
@@ -128,6 +168,8 @@ class CostCurve:
                 tuple(content["buckets"]),
                 dict(content["fingerprint"]),
                 float(content.get("request_s", 0.0)),
+                float(content.get("context_s", 0.0)),
+                int(content.get("context_tokens", 0)),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost curve: {type(error).__name__} {error}; {PROFILE_REMEDY}") from None
@@ -141,7 +183,7 @@ class CostCurve:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = folder_lock(path.parent) if isinstance(path, Path) else contextlib.nullcontext()
         with lock:  # read, change, write: two machines may share the file
-            kept = [curve for curve in _read_curves(path) if curve.fingerprint != self.fingerprint]
+            kept = [curve for curve in read_curves(path) if curve.fingerprint != self.fingerprint]
             write_json(path, [curve.to_dict() for curve in [*kept, self]])
 
     @classmethod
@@ -150,7 +192,7 @@ class CostCurve:
 
         Raises: MissingInput when there is none; ValueError for a broken file, or for several and no fingerprint.
         """
-        curves = _read_curves(locate(path))
+        curves = read_curves(locate(path))
         if not curves:
             raise MissingInput(f"no cost curve at {path}; {PROFILE_REMEDY}")
         if fingerprint is None:
@@ -188,7 +230,7 @@ class CurveLookup:
         if num_requests >= len(self._draft_s):
             curve, seconds = self._curve, np.zeros(max(SMALLEST_LOOKUP, 1 << num_requests.bit_length()))
             if curve.draft_requests:
-                seconds[1:] = _interpolated(np.arange(1, len(seconds)), curve.draft_requests, curve.draft_s)
+                seconds[1:] = interpolated(np.arange(1, len(seconds)), curve.draft_requests, curve.draft_s)
             self._draft_s = array("d", seconds.tolist())
         return self._draft_s
 
@@ -222,45 +264,8 @@ def isotonic(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(mean for mean, size in pools for _ in range(size))
 
 
-def _interpolated(
-    at: NDArray[Any] | np.float64, points: tuple[int, ...], values: tuple[float, ...]
-) -> NDArray[np.float64]:
-    beyond = np.maximum(at - points[-1], 0.0)
-    return np.asarray(np.interp(at, points, values) + _last_slope(points, values) * beyond)
-
-
-def _last_slope(points: tuple[int, ...], values: tuple[float, ...]) -> float:
-    """Rise per unit at the table's end. Points pooled with the last one are passed over: their slope of 0 is noise."""
-    lower = bisect_left(values, values[-1])
-    return (values[-1] - values[lower - 1]) / (points[-1] - points[lower - 1]) if lower else 0.0
-
-
-def _medians(name: str, samples: Mapping[int, Sequence[float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Sizes ascending, and the median seconds at each."""
-    for size, seconds in samples.items():
-        if not seconds or not all(math.isfinite(second) and second > 0 for second in seconds):
-            raise ValueError(f"{name} samples at {size} are {list(seconds)}; every size needs positive seconds")
-    sizes = sorted(samples)
-    return tuple(sizes), tuple(float(median(samples[size])) for size in sizes)
-
-
-def _check_table(sizes_name: str, sizes: Sequence[int], seconds_name: str, seconds: Sequence[float]) -> None:
-    _check_sizes(sizes_name, sizes)
-    if len(sizes) != len(seconds):
-        raise ValueError(f"{sizes_name} has {len(sizes)} entries and {seconds_name} {len(seconds)}; give one for each")
-    if not all(math.isfinite(second) and second > 0 for second in seconds):
-        raise ValueError(f"{seconds_name} is {list(seconds)}; every entry must be a positive number of seconds")
-    if list(seconds) != sorted(seconds):
-        raise ValueError(f"{seconds_name} is {list(seconds)}, which falls; CostCurve.measured makes it non-decreasing")
-
-
-def _check_sizes(name: str, sizes: Sequence[int]) -> None:
-    ascending = all(left < right for left, right in pairwise(sizes))
-    if not ascending or (sizes and sizes[0] < 1):
-        raise ValueError(f"{name} is {list(sizes)}; it must ascend from 1 or more, each size once")
-
-
-def _read_curves(path: Location) -> list[CostCurve]:
+def read_curves(path: Location) -> list[CostCurve]:
+    """All curves of a file, of whatever hardware; [] without one. Raises: ValueError for a broken file."""
     if not path.is_file():
         return []
     try:

@@ -1,6 +1,6 @@
 """The scheduler's two searches on a CPU kernel: a step of few milliseconds has no time for them in Python.
 
-Slow twins, which explain the rules and refuse what is not sound: `allocate`, `choose_drafting` in prefix_scheduler.
+Slow twins, which explain the rules and refuse what is not sound: `prefix_scheduler`, `drafting_choice`.
 """
 
 from array import array
@@ -23,6 +23,7 @@ class Step:
         *,
         fixed: FixedLengths | None,
         prefill_tokens: int,
+        context_tokens: int | None,
         weights: Sequence[float] | None,
     ) -> None:
         num_requests = len(survival)
@@ -41,12 +42,15 @@ class Step:
             weights=None if self._weights is None else self._weights.buffer_info()[0],
             verify_s=self._seconds.buffer_info()[0],
             padded=self._padded.buffer_info()[0],
-            others_s=other_seconds(curve, num_requests, num_tokens, prefill_tokens),
+            others_s=other_seconds(curve, num_requests, num_tokens, prefill_tokens, context_tokens),
         )
 
 
-def other_seconds(curve: CostCurve, num_requests: int, num_tokens: int, prefill_tokens: int) -> float:
-    """What is added to the curve's seconds of a step: for its requests beside the first, less for its other tokens.
+def other_seconds(
+    curve: CostCurve, num_requests: int, num_tokens: int, prefill_tokens: int, context_tokens: int | None
+) -> float:
+    """What is added to the curve's seconds of a step: for its requests beside the first and for their contexts, less
+    for its other tokens.
 
     num_tokens: all that are sure to be in it, prefill_tokens of them others'.
     """
@@ -54,7 +58,7 @@ def other_seconds(curve: CostCurve, num_requests: int, num_tokens: int, prefill_
     if prefill_tokens:
         with_them, without = (curve.smooth_verify_seconds(n) for n in (num_tokens, num_tokens - prefill_tokens))
         sunk_s = with_them - without
-    return (num_requests - 1) * curve.request_s - sunk_s
+    return (num_requests - 1) * curve.request_s + curve.context_seconds(num_requests, context_tokens) - sunk_s
 
 
 def quick_allocate(
@@ -62,6 +66,7 @@ def quick_allocate(
     curve: CostCurve,
     *,
     prefill_tokens: int,
+    context_tokens: int | None,
     draft_s: float,
     capacity: int | None,
     floor: int,
@@ -72,7 +77,9 @@ def quick_allocate(
     kernels = native.kernels()
     if kernels is None or not _are_lengths(fixed, len(survival)):
         return None
-    step = Step(survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, weights=weights)
+    step = Step(
+        survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, context_tokens=context_tokens, weights=weights
+    )
     return kernels.allocate(step.call, draft_s=draft_s, capacity=capacity, floor=floor)
 
 
@@ -81,29 +88,35 @@ def quick_choice(
     curve: CostCurve,
     *,
     prefill_tokens: int,
+    context_tokens: int | None,
     fixed: FixedLengths | None,
     is_free: Sequence[bool] | None,
     min_gain: float,
     max_drafted: int | None,
+    capacity: int | None,
+    floor: int,
     weights: Sequence[float] | None,
     most_tried: int,
-) -> list[bool] | None:
-    """Who is drafted as `choose_drafting` says; None leaves it to that."""
+) -> tuple[list[bool], list[int]] | None:
+    """Who is drafted and what is verified as `choose_drafting` says; None leaves it to that."""
     kernels = native.kernels()
     if kernels is None or not _are_lengths(fixed, len(survival)):
         return None
-    step = Step(survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, weights=weights)
-    free = bytes(len(survival)) if is_free is None else bytes(is_free)
+    step = Step(
+        survival, curve, fixed=fixed, prefill_tokens=prefill_tokens, context_tokens=context_tokens, weights=weights
+    )
+    free = array("B", bytes(len(survival)) if is_free is None else bytes(is_free))
     draft_s = curve.lookup.drafting(len(survival))
-    address = draft_s.buffer_info()[0]
-    return kernels.choose_drafting(
-        step.call,
-        is_free=free,
-        draft_s=address,
+    search = native.Search(
+        is_free=free.buffer_info()[0],
+        draft_s=draft_s.buffer_info()[0],
         min_gain=min_gain,
-        max_drafted=max_drafted,
+        capacity=-1 if capacity is None else max(0, capacity),
+        floor=floor,
+        max_drafted=-1 if max_drafted is None else max(0, max_drafted),
         most_tried=most_tried,
     )
+    return kernels.choose_drafting(step.call, search)
 
 
 def _are_lengths(fixed: FixedLengths | None, num_requests: int) -> bool:

@@ -1,6 +1,7 @@
 """The curve follows what steps take, each part by itself, and is not led astray by what will not last."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,26 @@ def test_drafting_that_was_slow_for_a_while_is_not_held_to_it_once_it_has_stoppe
     for _ in range(1000):
         correction.note(num_tokens=8, num_requests=8, num_drafted=0, draft_s=0.0, verify_s=1.4 + 7 * 0.05)
     assert correction.curve.draft_seconds(8) == pytest.approx(0.3, rel=0.05)
+
+
+def test_long_contexts_are_part_of_what_was_predicted_and_follow_like_the_rest() -> None:
+    measured = replace(MEASURED, context_s=0.5, context_tokens=100)
+    correction = CurveCorrection(measured)
+    for factor, num_steps in ((1.0, 200), (1.5, 600)):
+        for _ in range(num_steps):
+            predicted_s = measured.step_seconds(8, num_requests=2, context_tokens=8200)
+            assert predicted_s == pytest.approx(1.4 + 0.05 + 4.0)
+            correction.note(
+                num_tokens=8,
+                num_requests=2,
+                num_drafted=0,
+                draft_s=0.0,
+                verify_s=factor * predicted_s,
+                context_tokens=8200,
+            )
+        assert correction.curve.context_s == pytest.approx(factor * 0.5, rel=0.05)
+        assert correction.curve.verify_seconds(8) == pytest.approx(factor * 1.4, rel=0.05)
+        assert correction.curve.context_tokens == 100
 
 
 def test_a_curve_that_is_right_stays_as_it_is() -> None:

@@ -59,6 +59,37 @@ def test_a_loaded_engine_and_a_loaded_server_draft_as_an_engine_alone(tiny_targe
     assert link.server.pool.num_free == link.server.pool.num_pages
 
 
+@pytest.mark.parametrize("has_file", [True, False])
+def test_behind_draft_replicas_an_engine_without_a_curve_measures_itself(tiny_target, folder, has_file):
+    """It guesses what drafting takes: by a curve of other hardware, or without one."""
+    target, path = target_of(tiny_target), folder / "cost_curve.json"
+    if has_file:
+        CostCurve((1, 8), (0.1, 0.2), (1, 4), (0.3, 0.4), fingerprint={"num_threads": 99}).save(path)
+    link = DirectLink(lambda: load_draft_server(target, str(folder), config=SERVER))
+    remote = RemoteDrafts(link, "engine", RemoteDraftConfig(deadline_s=5.0))
+    config = EngineConfig(page_size=4, kv_tokens=4096, max_running_requests=8, min_gain=0.0)
+    try:
+        loaded = load_engine(target, str(folder), config=config, profiles=True, remote=remote)
+        left = load_engine(target, str(folder), config=config, remote=remote)
+    finally:
+        path.unlink(missing_ok=True)
+    curve = loaded.engine.policy.curve
+    assert loaded.engine.config.verify_length is None
+    assert curve is not None
+    assert len(curve.batch_tokens) >= 3
+    if has_file:
+        assert curve.draft_requests == (1, 4)
+        assert curve.draft_seconds(4) / curve.draft_seconds(1) == pytest.approx(4 / 3)
+        assert curve.draft_seconds(1) == pytest.approx(3 * curve.verify_s[0])
+    else:
+        assert curve.draft_s == pytest.approx([0.25 * seconds for seconds in curve.verify_s])
+    assert any("guessed" in note for note in loaded.notes)
+    assert loaded.engine._drafts.curve is None  # its deadline follows from what was measured alone
+    alone = load_engine(target, None, config=config)
+    assert answers(loaded.engine) == answers(alone.engine)
+    assert left.engine.config.verify_length == 3
+
+
 def test_another_drafter_than_the_engines_drafts_nothing(tiny_target, folder, tmp_path):
     target = target_of(tiny_target)
     other = make_tiny_drafter(tmp_path / "other", tiny_target, num_layers=2)

@@ -8,8 +8,9 @@ import torch
 from dspark.attention.page_pool import PageTable
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.engine import pending_features
+from dspark.engine.draft_memory import DraftMemory
 from dspark.engine.draft_runner import DraftRequest, SequentialDraftRunner
-from dspark.engine.paged_draft_runner import DraftMemory, PagedDraftRunner
+from dspark.engine.paged_draft_runner import PagedDraftRunner
 from random_drafter import VARIANTS, random_drafter
 
 PAGE_SIZE = 4

@@ -165,7 +165,9 @@ def test_a_curve_of_another_pace_is_corrected_by_what_steps_take() -> None:
     for chooser in (seen, kept):
         assert chooser.choose([running()], prefill_tokens=0)[0] > 0
         for _ in range(300):  # drafting takes six times as long
-            chooser.note_step(Launched([None], SimpleNamespace(num_tokens=2), None, [], 1, 1.2), 2.3)
+            chooser.note_step(
+                Launched([SimpleNamespace(num_context=0)], SimpleNamespace(num_tokens=2), None, [], 1, 1.2), 2.3
+            )
     assert seen.choose([running()], prefill_tokens=0) == [0]
     assert kept.choose([running()], prefill_tokens=0)[0] > 0
 

@@ -30,9 +30,10 @@ def test_expected_survival_stands_beside_what_stood() -> None:
 
 def test_only_steps_that_a_curve_speaks_of_have_a_prediction() -> None:
     counts = ScheduleCounts()
-    counts.add_step(None, 9.0)
-    counts.add_step(0.5, 0.75)
+    counts.add_step(None, 9.0, 1.0)
+    counts.add_step((0.5, 0.125), 0.75, 0.25)
     assert (counts.predicted_s, counts.measured_s) == (0.5, 0.75)
+    assert (counts.predicted_draft_s, counts.draft_s) == (0.125, 0.25)
 
 
 def test_an_engines_counts_agree_with_its_rounds_and_its_curve(tiny_target: Path) -> None:
@@ -46,3 +47,14 @@ def test_an_engines_counts_agree_with_its_rounds_and_its_curve(tiny_target: Path
     assert sum(counts.stood) >= stats.rounds.accepted_tokens > 0
     assert counts.measured_s == pytest.approx(stats.step_s)
     assert stats.steps * 0.25 < counts.predicted_s <= stats.steps * 0.75  # one or two requests a step
+
+
+def test_the_prediction_grows_with_what_requests_have_in_memory(tiny_target: Path) -> None:
+    curve = CostCurve((1, 512), (0.25, 0.25), context_s=1.0, context_tokens=4)
+    engine = make_engine(load(tiny_target), NGramDraftRunner(NGramDrafter()), curve=curve, verify_length=0)
+    prompt = list(range(20, 30))
+    run(engine, [request(prompt, "a", max_tokens=5)])
+    steps = [0, *range(10, 14)]  # the prompt is read, then four tokens are decoded behind 10, 11, … tokens
+    assert engine.stats.steps == len(steps)
+    expected = sum(0.25 + max(0, stored - 4) / 1000 for stored in steps)
+    assert engine.stats.schedule.predicted_s == pytest.approx(expected)

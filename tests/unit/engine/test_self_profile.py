@@ -9,7 +9,7 @@ from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.loading import paged_runner, target_runner
-from dspark.engine.self_profile import SIZES, profile
+from dspark.engine.self_profile import CONTEXT_TOKENS, SIZES, profile
 from dspark.engine.step_timer import StepTimer
 from tiny_drafter import make_tiny_drafter
 from tiny_engine import PROMPTS, VOCABULARY, greedy_continuations, ids_of, load, request, run
@@ -45,6 +45,7 @@ def test_the_curve_has_the_sizes_that_can_occur(tiny_target: Path, folder: Path)
     assert curve.batch_tokens == (1, 2, 4, 8, 16, 32)
     assert curve.draft_requests == (1, 2, 4, 8)
     assert curve.fingerprint == FINGERPRINT
+    assert curve.context_tokens == CONTEXT_TOKENS
     alone, _, config = parts(tiny_target, None, max_batch_tokens=40)
     curve = profile(alone, None, config, fingerprint=FINGERPRINT)
     assert curve is not None

@@ -56,6 +56,26 @@ def test_steps_take_time_and_leave_the_tables_where_they_were(make_timer):
     assert [table.num_tokens for table in tables] == [CONTEXT] * NUM_REQUESTS
 
 
+@torch.inference_mode()
+def test_a_long_context_is_the_first_requests_and_only_while_it_is_timed(tiny_target):
+    model: Any = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
+    tables = page_tables([60 + 4, CONTEXT + 8], PAGE_SIZE)
+    target = TargetRunner(model, vocabulary_size=320, num_pages=sum(len(t.pages) for t in tables), page_size=PAGE_SIZE)
+    timer = StepTimer(target, None, tables, context_tokens=CONTEXT, seed=3, long_context_tokens=60)
+    alone: Any = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
+    read = alone(torch.tensor([timer._ids[:64]])).logits[0, -4:]
+    tables[0].num_tokens = 60
+    paged = target.run(target.flatten([Piece(tables[0], timer._ids[60:64], num_logits=4)])).logits
+    torch.testing.assert_close(paged, read, rtol=1e-4, atol=1e-4)  # sums in another order, as above
+    tables[0].num_tokens = CONTEXT
+    starts, run = [], target.run
+    target.run = lambda batch: (starts.append([piece.start for piece in batch.pieces]), run(batch))[1]
+    for is_long in (True, False):
+        assert timer.verify_s(BatchShape((4,)), is_long=is_long) > 0
+    assert starts == [[60], [CONTEXT]]
+    assert [table.num_tokens for table in tables] == [CONTEXT, CONTEXT]
+
+
 def test_each_drafting_stores_the_features_of_one_round_in_those_that_are_drafted_for(make_timer):
     timer, _, _, _ = make_timer()
     for number in (3, 1, 2):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dspark.config import build_config, load_config
-from dspark.evaluation.config import CalibrateConfig, EvaluateConfig
+from dspark.evaluation.config import CalibrateConfig, EvaluateConfig, EvaluationMode
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MINIMAL = {"drafter": "d", "output": "o", "prompts": [{"path": "p.jsonl"}]}
@@ -62,4 +62,12 @@ def test_calibration_measures_whole_blocks_through_the_engine_with_one_mode_per_
     assert (measured.through, measured.lengths, measured.verify_length) == ("engine", "fixed", None)
     assert (measured.max_new_tokens, measured.concurrency, measured.output) == (99, 5, "o")
     modes = [(mode.name, mode.temperature) for mode in measured.modes]
-    assert modes == [("greedy", 0), ("sampled", 1), ("sampled~2", 1), ("sampled~3", 1)]
+    assert modes == [("greedy", 0), ("sampled", 1), ("sampled~2", 1), ("sampled~3", 1), ("seeded", 1)]
+    assert [mode.sampling.seeded for mode in measured.modes] == ["rejection"] * 4 + ["invariant"]
+
+
+def test_modes_are_the_same_as_before_they_could_be_seeded_and_results_of_them_stay_in_use():
+    old = {"name": "sampled", "temperature": 1.0, "top_k": None, "top_p": 1.0}
+    assert build_config(EvaluationMode, old).identity() == old
+    seeded = build_config(EvaluationMode, old | {"seeded": "invariant"})
+    assert seeded.identity() == old | {"seeded": "invariant"}

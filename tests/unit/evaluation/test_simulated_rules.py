@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from dspark.evaluation.simulated_rules import Costs, admit, best_totals, choose_drafted, threshold_lengths
-from dspark.speculation.prefix_scheduler import PrefixScheduler, best_total, choose_drafting
-from scheduling_toys import Rows, random_curve, random_rows
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.drafting_choice import choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler, best_total
+from scheduling_toys import Rows, random_curve, random_rows, smooth_rate
 
 
 def table(batches: list[Rows], num_places: int, num_slots: int) -> np.ndarray:
@@ -51,8 +53,16 @@ def test_admit_equals_the_prefix_scheduler(seed: int) -> None:
         assert not row[len(rows) :].any()
 
 
+def rate_of(drafted: list[bool], rows: Rows, curve: CostCurve) -> float:
+    """Tokens per second when these are drafted for."""
+    known = [row if is_drafted else [] for row, is_drafted in zip(rows, drafted, strict=True)]
+    draft_s = curve.draft_seconds(sum(drafted))
+    lengths = PrefixScheduler().allocate(known, curve, draft_s=draft_s)
+    return smooth_rate(lengths, rows, curve, draft_s=draft_s)
+
+
 @pytest.mark.parametrize("seed", range(40))
-def test_choosing_whom_to_draft_for_equals_the_engines_choice(seed: int) -> None:
+def test_choosing_whom_to_draft_for_nearly_equals_the_engines_choice(seed: int) -> None:
     rng = random.Random(seed)
     batches = [random_rows(rng, rng.randint(1, 5), 3) for _ in range(6)]
     curve, most = random_curve(rng, 30, convex=True), rng.choice([None, 1, 3])
@@ -66,8 +76,11 @@ def test_choosing_whom_to_draft_for_equals_the_engines_choice(seed: int) -> None
         min_gain=min_gain,
     )
     for row, rows in zip(found, batches, strict=True):
-        expected = choose_drafting(rows, curve, max_drafted=most, min_gain=min_gain)
-        assert row[: len(rows)].tolist() == expected
+        best = choose_drafting(rows, curve, max_drafted=most, min_gain=min_gain).drafted
+        drafted = row[: len(rows)].tolist()
+        assert sum(drafted) <= (len(rows) if most is None else most)
+        assert any(drafted) == any(best)
+        assert rate_of(drafted, rows, curve) >= 0.98 * rate_of(best, rows, curve)
 
 
 @pytest.mark.parametrize("seed", range(20))

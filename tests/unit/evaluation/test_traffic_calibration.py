@@ -51,9 +51,13 @@ def rounds_of(*buffers: RoundBuffer) -> RecordedRounds:
 
 
 def test_stretched_confidences_are_mended_although_rounds_were_cut_by_what_they_predict() -> None:
-    rounds = rounds_of(buffer(8000, stretch=3.0), buffer(8000, mode="sampled", stretch=0.4, seed=1))
+    rounds = rounds_of(
+        buffer(8000, stretch=3.0),
+        buffer(8000, mode="sampled", stretch=0.4, seed=1),
+        buffer(8000, mode="seeded", stretch=2.5, seed=2),
+    )
     report = traffic_report(rounds, Calibration(), **OPTIONS)
-    for mode, stretch in (("greedy", 3.0), ("sampled", 0.4)):
+    for mode, stretch in (("greedy", 3.0), ("sampled", 0.4), ("seeded", 2.5)):
         content = report[mode]
         assert content["is_taken"]
         errors = content["mean_ece"]
@@ -76,12 +80,22 @@ def test_scales_that_are_right_already_are_not_replaced_by_worse_ones() -> None:
     assert content["mean_ece"]["before"] < 2 * content["mean_ece"]["floor"] < content["raw"]
 
 
-def test_too_few_rounds_and_seeded_ones_change_no_scales() -> None:
+def test_seeded_rounds_are_held_against_the_scales_they_were_served_by() -> None:
+    """As long as there are none of its own those are the scales of sampled decoding."""
+    present = Calibration({"sampled": SlotScales((1.0,) * BLOCK, (3.0,) * BLOCK)}, "d" * 16)
+    report = traffic_report(rounds_of(buffer(4000, mode="seeded", seed=2)), present, **OPTIONS)
+    assert report["seeded"]["mean_ece"]["before"] > 0.1 > report["seeded"]["raw"]
+    calibration = new_calibration(report, present, drafter_sha256="d" * 16, fitted_on={})
+    assert calibration.scales.keys() == {"sampled", "seeded"}
+    assert calibration.scales["sampled"] == present.scales["sampled"]
+
+
+def test_too_few_rounds_change_no_scales() -> None:
     present = Calibration({"sampled": SlotScales((5.0,) * BLOCK, (0.0,) * BLOCK)}, "d" * 16)
-    rounds = rounds_of(buffer(200, stretch=3.0), buffer(2000, mode="seeded", seed=2))
+    rounds = rounds_of(buffer(200, stretch=3.0), buffer(200, mode="seeded", stretch=3.0, seed=2))
     report = traffic_report(rounds, present, **OPTIONS)
     assert (report["greedy"]["is_taken"], report["sampled"]["is_taken"]) == (False, False)
-    assert report["seeded"]["rounds"] == {"fit": 0, "test": 2000}
+    assert not report["seeded"]["is_taken"]
     assert new_calibration(report, present, drafter_sha256="d" * 16, fitted_on={}).scales == present.scales
 
 

@@ -53,21 +53,21 @@ def decoded(config: CalibrateConfig) -> list[dict]:
 
 def test_a_dry_run_says_what_is_to_do_and_writes_nothing(config, capsys):
     result = calibrate.run(config, dry_run=True)
-    assert (result["to_do"], result["prompts"]) == (3 * NUM_PROMPTS, NUM_PROMPTS)
+    assert (result["to_do"], result["prompts"]) == (4 * NUM_PROMPTS, NUM_PROMPTS)
     assert "4 prompts to fit on, 4 to test on" in capsys.readouterr().out
     assert not Path(config.output).exists()
 
 
-def test_scales_of_both_modes_are_written_for_this_drafter_and_the_report_says_what_they_are_worth(config):
+def test_scales_of_each_mode_are_written_for_this_drafter_and_the_report_says_what_they_are_worth(config):
     result = calibrate.run(config)
     rows = decoded(config)
-    assert sorted({row["mode"] for row in rows}) == ["greedy", "sampled", "sampled~2"]
-    assert len(rows) == 3 * NUM_PROMPTS
+    assert sorted({row["mode"] for row in rows}) == ["greedy", "sampled", "sampled~2", "seeded"]
+    assert len(rows) == 4 * NUM_PROMPTS
     report = read_json(Path(config.output) / "calibration_report.json")
     stored = Calibration.load(Path(config.drafter) / "calibration.json", drafter_sha256=report["drafter"]["sha256"])
     assert {mode: list(scales.temperatures) for mode, scales in stored.scales.items()} == result["temperatures"]
     assert {mode: list(scales.shifts) for mode, scales in stored.scales.items()} == result["shifts"]
-    assert {mode: len(scales) for mode, scales in stored.scales.items()} == {"greedy": 4, "sampled": 4}
+    assert {mode: len(scales) for mode, scales in stored.scales.items()} == {"greedy": 4, "sampled": 4, "seeded": 4}
     for mode, counts in result["rounds"].items():
         rounds = [r for row in rows if row["mode"].startswith(mode) for t in row["turns"] for r in t["rounds"]]
         assert counts["fit"] + counts["test"] == sum(r["num_proposed"] > 0 for r in rounds)
@@ -95,7 +95,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(config):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:20]))
     (Path(config.output) / "calibration_report.json").unlink()
-    assert calibrate.run(config, dry_run=True)["to_do"] == 4
+    assert calibrate.run(config, dry_run=True)["to_do"] == 12
     again = calibrate.run(config)
     assert (again["temperatures"], again["shifts"]) == (result["temperatures"], result["shifts"])
     for mode, errors in result["mean_ece"].items():  # other requests run beside them: float32's last digits
@@ -117,7 +117,7 @@ def test_scales_that_are_gone_broken_or_anothers_are_made_again_without_decoding
     again = calibrate.run(config)
     assert "skipped" not in again
     assert (again["temperatures"], again["shifts"]) == (result["temperatures"], result["shifts"])
-    assert len(decoded(config)) == 3 * NUM_PROMPTS
+    assert len(decoded(config)) == 4 * NUM_PROMPTS
 
 
 def test_starting_over_decodes_everything_again(config):
@@ -125,14 +125,14 @@ def test_starting_over_decodes_everything_again(config):
     path = Path(config.output) / "rollouts.jsonl"
     path.write_text(path.read_text().replace('"finish_reason": "', '"finish_reason": "old '))
     assert "skipped" not in calibrate.run(config, fresh=True)
-    assert len(decoded(config)) == 3 * NUM_PROMPTS
+    assert len(decoded(config)) == 4 * NUM_PROMPTS
     assert "old" not in path.read_text()
 
 
 def test_a_retrained_drafter_is_decoded_and_fitted_again_whatever_scales_lie_there(config, tiny_target):
     calibrate.run(config)
     make_tiny_drafter(config.drafter, tiny_target, markov_rank=4)
-    assert calibrate.run(config, dry_run=True)["to_do"] == 3 * NUM_PROMPTS
+    assert calibrate.run(config, dry_run=True)["to_do"] == 4 * NUM_PROMPTS
     calibrate.run(config)
     report = read_json(Path(config.output) / "calibration_report.json")
     Calibration.load(Path(config.drafter) / "calibration.json", drafter_sha256=report["drafter"]["sha256"])
@@ -163,3 +163,15 @@ def test_recorded_traffic_is_named_by_a_flag_and_without_any_the_remedy_is_told(
     assert told.startswith(f"error: {folder} holds no recorded round of drafter {config.drafter}; serve it with")
     assert runner.main(CalibrateConfig, calibrate.run, **options, argv=[*argv, "fit_domains=[math]"]) == 1
     assert "has no effect with from_traffic" in capsys.readouterr().err
+
+
+def test_seeded_answers_may_be_left_out_and_are_decoded_as_requests_with_a_seed_are(config):
+    calibrate.run(config.with_changes(seeded_samples=0))
+    assert Calibration.load(Path(config.drafter) / "calibration.json").scales.keys() == {"greedy", "sampled"}
+    assert len(decoded(config)) == 3 * NUM_PROMPTS
+    assert {mode.name: mode.sampling.seeded for mode in config.modes} == {
+        "greedy": "rejection",
+        "sampled": "rejection",
+        "sampled~2": "rejection",
+        "seeded": "invariant",
+    }

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
+from draft_pool import DirectLink, make_server, remote_runner
+from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.draft_runner import NGramDraftRunner
 from dspark.engine.engine import Engine
 from dspark.engine.lookup import LookupConfig
 from dspark.engine.running import RunningRequest
 from dspark.serving.config import FleetConfig
-from dspark.serving.fleet_link import FleetLink, LoadMeter
+from dspark.serving.fleet_link import NEWEST_WEIGHT, FleetLink, LoadMeter
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.fleet import FREE, Lease, ReplicaReport, Share
+from tiny_drafter import make_tiny_drafter
 from tiny_engine import PROMPTS, load, make_engine, request
 
 
@@ -224,3 +227,28 @@ def test_whoever_is_not_drafted_for_takes_no_share_of_the_drafters(tiny_target: 
     engine, running = engine_with(max_batch_tokens=8)
     assert not running.is_prefilled
     assert told_of(engine) == []
+
+
+def test_the_wait_for_a_draft_replica_is_no_drift_of_the_targets_steps(tiny_target: Path, tmp_path: Path) -> None:
+    """Shares charge drafting by the drafters' own seconds; a step that drafts for nobody waits for none."""
+    curve = CostCurve((1, 64), (1e-4, 1e-3), (1, 8), (1e-5, 2e-5))
+    drafter = load_drafter(make_tiny_drafter(tmp_path, tiny_target))
+
+    class Far(DirectLink):
+        def post(self, message: Any) -> Any:
+            time.sleep(0.03 if message.asks else 0.0)
+            return super().post(message)
+
+    model = load(tiny_target)
+    runner = remote_runner(drafter, Far(lambda: make_server(drafter)), deadline_s=5.0)
+    engine = make_engine(model, runner, curve=curve, min_gain=0.0, probe_every=1)
+    near, far = LoadMeter(engine, "r"), LoadMeter(engine, "r", is_remote=True)
+    engine.add(request(PROMPTS[0], max_tokens=40, verify_length=2))
+    engine.add(request(PROMPTS[1], "1", max_tokens=40))
+    for _ in range(6):
+        engine.step()
+    counts = engine.stats.schedule
+    assert counts.draft_s >= runner.stats.wait_s >= 3 * 0.03
+    own = (counts.measured_s - counts.draft_s) / (counts.predicted_s - counts.predicted_draft_s)
+    assert far.report(1).drift == pytest.approx(1 + NEWEST_WEIGHT * (own - 1))
+    assert near.report(1).drift == pytest.approx(1 + NEWEST_WEIGHT * (counts.measured_s / counts.predicted_s - 1))

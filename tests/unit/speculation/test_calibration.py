@@ -7,7 +7,7 @@ import torch
 
 from dspark.errors import Mismatch
 from dspark.provenance import read_json, write_json
-from dspark.speculation.calibration import Calibration, SlotScales, calibrated_survival, survival_of
+from dspark.speculation.calibration import MODES, Calibration, SlotScales, calibrated_survival, survival_of
 
 # Survival
 
@@ -62,15 +62,21 @@ def test_a_file_from_before_there_were_shifts_is_read_as_having_none(tmp_path) -
 
 
 def test_each_mode_of_decoding_has_its_own_scales() -> None:
-    assert CALIBRATION.for_mode(0.0) == GREEDY
-    assert CALIBRATION.for_mode(0.7) == SAMPLED
-    assert Calibration({"greedy": GREEDY}).for_mode(1.0) is None
+    assert CALIBRATION.for_mode("greedy") == GREEDY
+    assert CALIBRATION.for_mode("sampled") == SAMPLED
+    assert Calibration({"greedy": GREEDY}).for_mode("sampled") is None
+
+
+def test_seeded_decoding_goes_by_the_scales_of_sampled_decoding_where_it_has_none() -> None:
+    seeded = SlotScales((1.0, 1.0), (-0.9, -1.1))
+    assert Calibration(CALIBRATION.scales | {"seeded": seeded}).for_mode("seeded") == seeded
+    assert CALIBRATION.for_mode("seeded") == SAMPLED
+    assert Calibration({"greedy": GREEDY}).for_mode("seeded") is None
 
 
 def test_a_drafter_without_a_file_is_left_as_it_is(tmp_path) -> None:
     calibration = Calibration.load(tmp_path / "calibration.json", drafter_sha256="abc")
-    assert calibration.for_mode(0.0) is None
-    assert calibration.for_mode(1.0) is None
+    assert [calibration.for_mode(mode) for mode in MODES] == [None, None, None]
 
 
 @pytest.mark.parametrize("fitted_for", ["abc", None])
@@ -98,7 +104,7 @@ def test_scales_that_cannot_be_are_refused(temperatures: tuple[float, ...], shif
 
 
 def test_scales_of_a_mode_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match="the mode 'greddy'; modes are greedy, sampled"):
+    with pytest.raises(ValueError, match="the mode 'greddy'; modes are greedy, sampled, seeded"):
         Calibration({"greddy": GREEDY})
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -170,3 +172,37 @@ def test_the_tabulated_curve_is_the_curve(buckets: tuple[int, ...]) -> None:
         for n in (0, 1, min(5, num_requests), num_requests):
             assert drafting[n] == pytest.approx(curve.draft_seconds(n))
     assert set(CostCurve((1, 8), (1.0, 1.4)).lookup.drafting(3)) == {0.0}  # nothing of a drafter was measured
+
+
+def test_a_step_costs_more_with_every_request_and_every_token_of_context_beyond_those_measured() -> None:
+    curve = CostCurve((1, 8), (1.0, 1.7), request_s=0.5, context_s=2.0, context_tokens=100)
+    assert curve.step_seconds(8, num_requests=1) == pytest.approx(1.7)
+    assert curve.step_seconds(8, num_requests=3, context_tokens=1300) == pytest.approx(1.7 + 2 * 0.5 + 2.0)
+    steps = [curve.step_seconds(8, num_requests=3, context_tokens=tokens) for tokens in range(0, 2000, 50)]
+    assert steps == sorted(steps)
+    assert steps[0] == steps[6] == curve.step_seconds(8, num_requests=3)  # shorter ones take nothing away
+
+
+def test_what_context_costs_is_kept_in_the_file_and_0_where_an_old_one_lacks_it(tmp_path: Path) -> None:
+    curve = CostCurve((1,), (1.0,), context_s=0.25, context_tokens=256)
+    curve.save(tmp_path / "cost_curve.json")
+    assert CostCurve.load(tmp_path / "cost_curve.json") == curve
+    old = {name: value for name, value in curve.to_dict().items() if not name.startswith("context")}
+    assert CostCurve.from_dict(old).step_seconds(1, num_requests=1, context_tokens=10**6) == 1.0
+    with pytest.raises(ValueError, match="context_s is -1"):
+        CostCurve((1,), (1.0,), context_s=-1.0)
+
+
+def test_drafting_that_cannot_be_measured_is_as_dear_beside_a_step_as_on_the_most_similar_hardware() -> None:
+    own = CostCurve((1, 8), (2.0, 4.0), fingerprint={"processor": "a", "num_threads": 1})
+    other = CostCurve((1, 8), (8.0, 9.0), (1, 4), (3.0, 5.0), fingerprint={"processor": "b", "num_threads": 2})
+    similar = CostCurve((1, 8), (1.0, 1.5), (1, 4), (0.2, 0.3), fingerprint={"processor": "a", "num_threads": 2})
+    bare = CostCurve((1,), (1.0,), fingerprint=own.fingerprint)  # it knows nothing of drafting
+    guessed = own.with_guessed_drafting([other, similar, bare])
+    assert (guessed.draft_requests, guessed.draft_s) == ((1, 4), (0.4, 0.6))
+    assert replace(guessed, draft_requests=(), draft_s=()) == own
+
+
+def test_without_another_curve_drafting_takes_a_share_of_a_step() -> None:
+    guessed = CostCurve((1, 8), (2.0, 4.0)).with_guessed_drafting([])
+    assert [guessed.draft_seconds(number) for number in (0, 1, 8)] == [0.0, 0.5, 1.0]

@@ -1,4 +1,4 @@
-"""Lengths and the choice of whom to draft: they pay where they can."""
+"""Lengths: they pay where they can."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dspark.speculation.cost_curve import CostCurve
-from dspark.speculation.prefix_scheduler import PrefixScheduler, choose_drafting
+from dspark.speculation.prefix_scheduler import PrefixScheduler, best_total
 from scheduling_toys import Rows, allocate_slowly, full_search, random_curve, random_rows, smooth_rate, sunk_seconds
 
 allocate = PrefixScheduler().allocate
@@ -144,12 +144,11 @@ def test_floor_slots_are_admitted_by_rank_where_the_curve_would_stop() -> None:
     assert allocate(survival, dear, floor=2, fixed=[1, None]) == [1, 1]
 
 
-def test_where_verifying_is_dear_nothing_is_verified_or_drafted_whatever_the_acceptance() -> None:
+def test_where_verifying_is_dear_nothing_is_verified_whatever_the_acceptance() -> None:
     dear = CostCurve((1, 2, 3, 4, 8), (1.0, 2.0, 3.0, 4.0, 8.0), (1, 8), (0.05, 0.1))
     for confidence in (0.7, 0.83):
         row = list(itertools.accumulate([confidence] * 7, lambda a, c: a * c))
         assert allocate([row], dear) == [0]
-        assert choose_drafting([row], dear) == [False]
 
 
 def test_drafting_time_makes_verifying_more_worth_while() -> None:
@@ -174,7 +173,6 @@ def test_what_requests_cost_beside_their_tokens_counts_like_a_dearer_step(seed: 
     by_request = replace(curve, request_s=0.25)
     dearer = replace(curve, verify_s=tuple(second + 4 * 0.25 for second in curve.verify_s))
     assert allocate(survival, by_request) == allocate(survival, dearer)
-    assert choose_drafting(survival, by_request) == choose_drafting(survival, dearer)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +199,6 @@ def test_a_fixed_length_that_cannot_be_is_refused(fixed: list[int | None]) -> No
 def test_nobody_and_nothing_drafted_need_no_lengths() -> None:
     assert allocate([], STEPPED) == []
     assert allocate([[], []], STEPPED) == [0, 0]
-    assert choose_drafting([], STEPPED) == []
-    assert choose_drafting([[], []], STEPPED) == [False, False]
 
 
 def staircase(rng: random.Random) -> CostCurve:
@@ -270,90 +266,13 @@ def test_equal_weights_change_nothing_and_a_heavy_request_goes_first() -> None:
     assert allocate(survival, flat, capacity=2, weights=[1.0, 9.0]) == [0, 2]
 
 
-# Who is drafted
-
-
-def drafted_rate(drafted: Sequence[bool], survival: Rows, curve: CostCurve, *, prefill_tokens: int = 0) -> float:
-    """Best rate when just these requests are drafted, over all their lengths."""
-    rows = [row if is_drafted else [] for row, is_drafted in zip(survival, drafted, strict=True)]
-    options = {"prefill_tokens": prefill_tokens, "draft_s": curve.draft_seconds(sum(drafted))}
-    return smooth_rate(full_search(rows, curve, **options), rows, curve, **options)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_requests_drafted_are_the_best_of_all_subsets_or_nearly_so(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_long_contexts_count_like_a_dearer_step_and_short_ones_not_at_all(seed: int) -> None:
     rng = random.Random(seed)
-    survival, curve = random_rows(rng, rng.randint(1, 4), 2), random_curve(rng, 16, convex=True)
-    prefill_tokens = rng.choice([0, 2])
-    every = itertools.product([False, True], repeat=len(survival))
-    best = max(drafted_rate(drafted, survival, curve, prefill_tokens=prefill_tokens) for drafted in every)
-    drafted = choose_drafting(survival, curve, prefill_tokens=prefill_tokens)
-    assert drafted_rate(drafted, survival, curve, prefill_tokens=prefill_tokens) >= 0.98 * best
-
-
-def test_only_requests_that_pay_for_their_drafting_are_drafted() -> None:
-    survival = [[0.1, 0.01], [0.9, 0.8], [], [0.85, 0.7]]
-    curve = CostCurve((1, 16), (1.0, 1.3), (1, 2, 3, 4), (0.1, 0.2, 0.3, 0.4))
-    assert choose_drafting(survival, curve) == [False, True, False, True]
-    assert choose_drafting(survival, CostCurve((1, 16), (1.0, 1.03))) == [True, True, False, True]
-    assert choose_drafting(survival, CostCurve((1, 16), (1.0, 1.3), (1,), (9.0,))) == [False] * 4
-
-
-def test_what_allocate_would_not_verify_is_not_drafted() -> None:
-    """The step down to three tokens would pay, but Algorithm 1 stops at the second one and drafting would be lost."""
-    survival, curve = [[0.8, 0.72]], CostCurve((1, 2, 3), (1.0, 2.0, 2.2), (1,), (0.01,))
-    assert full_search(survival, curve) == [2]
-    assert allocate(survival, curve) == [0]
-    assert choose_drafting(survival, curve) == [False]
-
-
-def test_a_request_with_a_fixed_length_is_drafted_exactly_if_that_is_not_zero() -> None:
-    survival = [[0.1, 0.01], [0.9, 0.8], [0.9, 0.8]]
-    curve = CostCurve((1, 16), (1.0, 1.3), (1, 3), (0.1, 0.3))
-    assert choose_drafting(survival, curve, fixed=[2, 0, None]) == [True, False, True]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_large_batch_searched_in_two_passes_equals_every_number_tried(seed: int, monkeypatch) -> None:
-    rng = random.Random(seed)
-    survival = random_rows(rng, 150, 5)
-    curve = CostCurve((1, 256, 1024), (1.0, 1.2, 4.0), (1, 256), (0.01, rng.choice([0.3, 0.6, 1.2])))
-    quick = choose_drafting(survival, curve)
-    monkeypatch.setattr("dspark.speculation.prefix_scheduler.MAX_SIZES_TRIED", 1000)
-    assert quick == choose_drafting(survival, curve)
-
-
-def test_a_gain_below_the_least_one_is_not_drafted_for():
-    curve = CostCurve((1, 2, 3), (1.0, 1.2, 1.5))
-    expected = [[0.3]]  # 1.3 tokens in 1.2 seconds: 8 % more than 1 in 1
-    assert choose_drafting(expected, curve, min_gain=0.08) == [True]
-    assert choose_drafting(expected, curve, min_gain=0.09) == [False]
-    assert choose_drafting(expected, curve, min_gain=0.5, fixed=[1]) == [True]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_what_is_there_already_costs_no_drafting_but_its_place_in_the_batch(seed: int) -> None:
-    rng = random.Random(seed)
-    survival, curve = random_rows(rng, 4, 2), random_curve(rng, 16, convex=True)
-    is_free = [rng.random() < 0.5 for _ in survival]
-
-    def rate(drafted: Sequence[bool]) -> float:
-        known = [row if one or free else [] for row, one, free in zip(survival, drafted, is_free, strict=True)]
-        options = {"draft_s": curve.draft_seconds(sum(drafted))}
-        return smooth_rate(full_search(known, curve, **options), known, curve, **options)
-
-    drafted = choose_drafting(survival, curve, is_free=is_free)
-    assert not any(one and free for one, free in zip(drafted, is_free, strict=True))
-    every = itertools.product(*[(False,) if free else (False, True) for free in is_free])
-    assert rate(drafted) >= 0.97 * max(rate(one) for one in every)
-
-
-def test_no_more_are_drafted_than_there_are_drafters_for_and_heavy_requests_come_first() -> None:
-    survival = [[0.9, 0.8], [0.6, 0.5], [0.8, 0.7]]
-    curve = CostCurve((1, 16), (1.0, 1.1))
-    assert choose_drafting(survival, curve) == [True, True, True]
-    assert choose_drafting(survival, curve, max_drafted=1) == [True, False, False]
-    assert choose_drafting(survival, curve, max_drafted=1, weights=[1.0, 9.0, 1.0]) == [False, True, False]
-    assert choose_drafting(survival, curve, max_drafted=0) == [False, False, False]
-    assert choose_drafting(survival, curve, max_drafted=2, fixed=[None, 1, None]) == [True, True, False]
-    assert choose_drafting(survival, curve, max_drafted=1, is_free=[True, False, False]) == [False, False, True]
+    survival, curve = random_rows(rng, 5, 3), random_curve(rng, 30, convex=True)
+    by_context = replace(curve, context_s=0.5, context_tokens=100)
+    dearer = replace(curve, verify_s=tuple(second + 0.5 for second in curve.verify_s))
+    assert allocate(survival, by_context, context_tokens=1500) == allocate(survival, dearer)
+    assert allocate(survival, by_context, context_tokens=40) == allocate(survival, curve)
+    assert allocate(survival, by_context) == allocate(survival, curve)
+    assert best_total(survival, by_context, context_tokens=1500) == best_total(survival, dearer)
