@@ -31,10 +31,14 @@ from dspark.engine.running import RunningRequest
 from dspark.engine.sampling import SamplingParams
 from dspark.engine.step import Launched, StepOutput
 from dspark.evaluation.load import closed_loop
+from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.drafting_choice import DraftingChoice
+from dspark.speculation.prefix_scheduler import PrefixScheduler
 from served import Subject, parser_of, print_table
 
 SKIPPING, ALWAYS = "skipping", "always"
 PREDICTABLE, NOISE = "predictable", "noise"
+SHARED = ("prefill_tokens", "context_tokens", "fixed", "capacity", "floor", "weights")  # what both decisions go by
 
 
 class Watched:
@@ -70,8 +74,11 @@ def draft_for_all(policy: SpeculationPolicy) -> None:
     """Have the policy find that drafting pays for everyone; how wide, it says by itself."""
     choose = policy.choose
 
-    def everyone(expected_survival: Sequence[Sequence[float]], *_: Any, **__: Any) -> list[bool]:
-        return [len(row) > 0 for row in expected_survival]
+    def everyone(survival: Sequence[Sequence[float]], curve: CostCurve, **options: Any) -> DraftingChoice:
+        drafted = [len(row) > 0 for row in survival]
+        shared = {name: options[name] for name in SHARED}
+        draft_s = curve.draft_seconds(sum(drafted))
+        return DraftingChoice(drafted, PrefixScheduler().allocate(survival, curve, draft_s=draft_s, **shared))
 
     def choose_all(decoding: Sequence[RunningRequest], *, prefill_tokens: int) -> list[int]:
         with patch.object(dspark.engine.policy, "choose_drafting", everyone):

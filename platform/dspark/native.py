@@ -247,7 +247,7 @@ def kernels() -> Kernels | None:
     try:
         return Kernels(_built(cache_folder() / "kernels"))
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.strip().splitlines()[-1:] if isinstance(error, subprocess.CalledProcessError) else error
+        reason = _first_error(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
         log.warning(
             "the CPU kernels cannot be built (%s): PyTorch's own serve, slower; install g++ 11 or later, or set %s=0",
             reason,
@@ -272,6 +272,12 @@ def _built(folder: Path) -> Path:
             subprocess.run(command, check=True, capture_output=True, text=True)
             unfinished.replace(library)  # whole or not at all: others may load it at any time
     return library
+
+
+def _first_error(text: str) -> str:
+    """Of all that a compiler wrote, the line that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it says nothing"]
+    return next((line for line in lines if "error" in line), lines[-1])
 
 
 def _fingerprint(compiler: str) -> str:

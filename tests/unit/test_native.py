@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_without_a_working_compiler_the_log_says_what_is_lost(compiler_name, tmp
     (record,) = caplog.records
     assert "cannot be built" in record.getMessage()
     assert "install g++" in record.getMessage()
+
+
+def test_of_what_the_compiler_wrote_the_log_shows_the_error(tmp_path, monkeypatch, caplog) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf 'in file a.h\\na.h:3: error: no such type\\n   ^~~~\\n' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native, "_fingerprint", lambda compiler: "any")
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("DSPARK_HOME", str(tmp_path))
+    assert native.kernels.__wrapped__() is None
+    assert "(a.h:3: error: no such type)" in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+def test_they_are_built_where_there_is_a_compiler() -> None:
+    """Without them every test of theirs would be skipped, and no other fail."""
+    assert native.kernels() is not None
 
 
 def test_a_switch_turns_them_off(monkeypatch, caplog) -> None:

@@ -181,7 +181,7 @@ struct Search {
 };
 
 // A search's state: the best set of open requests so far.
-struct Choice {
+struct DraftingSearch {
   const Schedule& step;
   const Search& search;
   const Ranking ranking = rank(step);
@@ -191,7 +191,7 @@ struct Choice {
   int32_t best_number = 0;
   double best_rate;
 
-  Choice(const Schedule& step, const Search& search) : step(step), search(search) {
+  DraftingSearch(const Schedule& step, const Search& search) : step(step), search(search) {
     for (int r = 0; r < step.num_requests; ++r) num_forced += step.fixed[r] > 0 && !search.is_free[r];
     set.assign(search.is_free, search.is_free + step.num_requests);
     best_set = set;
@@ -245,7 +245,7 @@ struct Choice {
 // drafted, lengths: [R]. False as above.
 inline bool choose_drafting(const Schedule& step, const Search& search, uint8_t* drafted, int32_t* lengths) {
   if (!is_sound(step)) return false;
-  Choice choice(step, search);
+  DraftingSearch choice(step, search);
   const double plain = choice.best_rate;
   const auto orders = orders_of(step, choice.ranking, search.is_free);
   int32_t largest = int32_t(orders[0].size());

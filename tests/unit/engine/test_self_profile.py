@@ -10,7 +10,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.loading import paged_runner, target_runner
 from dspark.engine.self_profile import CONTEXT_TOKENS, SIZES, profile
-from dspark.engine.step_timer import StepTimer
+from dspark.engine.step_timer import BatchShape, StepTimer
 from tiny_drafter import make_tiny_drafter
 from tiny_engine import PROMPTS, VOCABULARY, greedy_continuations, ids_of, load, request, run
 
@@ -35,7 +35,11 @@ def folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny target's steps take as long with eight tokens as with one on a machine that has other work: no curve."""
     measured = StepTimer.verify_s
-    monkeypatch.setattr(StepTimer, "verify_s", lambda self, shape: measured(self, shape) + 1e-3 * shape.num_tokens)
+
+    def slower(timer: StepTimer, shape: BatchShape, **options: Any) -> float:
+        return measured(timer, shape, **options) + 1e-3 * shape.num_tokens
+
+    monkeypatch.setattr(StepTimer, "verify_s", slower)
 
 
 def test_the_curve_has_the_sizes_that_can_occur(tiny_target: Path, folder: Path) -> None:
