@@ -12,8 +12,8 @@ PACKAGE = ROOT / "platform" / "dspark"
 SCRIPTS = [ROOT / "jobs", ROOT / "deployments", ROOT / "prompts", ROOT / "benchmarks"]
 
 LAYER_OF = {
-    "config": 0, "errors": 0, "native": 0, "outbox": 0, "provenance": 0, "run_lifecycle": 0, "storage": 0,
-    "run_contents": 0, "tracking": 0, "tracking_config": 0,
+    "config": 0, "errors": 0, "kernel_build": 0, "native": 0, "outbox": 0, "provenance": 0, "run_lifecycle": 0,
+    "storage": 0, "run_contents": 0, "tracking": 0, "tracking_config": 0,
     "attention": 1, "bundled_target": 1, "chat": 1, "numerics": 1, "speculation": 1, "target_head": 1,
     "targets": 1, "transfer": 1,
     "drafters": 2,

@@ -4,12 +4,9 @@
 """
 
 import ctypes
-import hashlib
 import logging
 import os
-import platform
 import re
-import shutil
 import subprocess
 from array import array
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_int64, c_void_p
@@ -20,13 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.provenance import folder_lock, temporary_sibling
+from dspark.kernel_build import built, first_error
 from dspark.storage import cache_folder
 
-SOURCES = Path(__file__).parent / "kernels"
-FLAGS = (
-    "-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-)  # fmt: skip
 SWITCH = "DSPARK_NATIVE"
 
 log = logging.getLogger("dspark.native")
@@ -245,56 +238,15 @@ def kernels() -> Kernels | None:
         log.info("%s=0: the CPU kernels are off", SWITCH)
         return None
     try:
-        return Kernels(_built(cache_folder() / "kernels"))
+        return Kernels(built(cache_folder() / "kernels"))
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = _first_error(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
+        reason = first_error(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
         log.warning(
             "the CPU kernels cannot be built (%s): PyTorch's own serve, slower; install g++ 11 or later, or set %s=0",
             reason,
             SWITCH,
         )
         return None
-
-
-def _built(folder: Path) -> Path:
-    """The library in `folder`, compiled if no other process has. Raises: OSError, CalledProcessError."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler")
-    library = folder / f"kernels-{_fingerprint(compiler)}.so"
-    if library.is_file():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder):
-        if not library.is_file():
-            unfinished = temporary_sibling(library)
-            command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(unfinished)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            unfinished.replace(library)  # whole or not at all: others may load it at any time
-    return library
-
-
-def _first_error(text: str) -> str:
-    """Of all that a compiler wrote, the line that says what is wrong."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it says nothing"]
-    return next((line for line in lines if "error" in line), lines[-1])
-
-
-def _fingerprint(compiler: str) -> str:
-    """Of all that decides what is compiled: sources, compiler, flags and this machine's processor."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    parts = [version, *FLAGS, _processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """What instructions there are; a cache folder may be shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = [line for line in lines if re.match(r"(flags|Features|model name)\s*:", line)]
-    return "\n".join([platform.machine(), *dict.fromkeys(features)])
 
 
 def _share_openmp() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark import native
+from dspark import kernel_build, native
 
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && { echo test 1.0; exit; }
@@ -32,7 +32,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_processes_that_build_at_once_compile_once(compiler: Path, tmp_path: Path) -> None:
     built: list[Path] = []
-    threads = [threading.Thread(target=lambda: built.append(native._built(tmp_path / "kernels"))) for _ in range(3)]
+    folder = tmp_path / "kernels"
+    threads = [threading.Thread(target=lambda: built.append(kernel_build.built(folder))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -45,9 +46,9 @@ def test_processes_that_build_at_once_compile_once(compiler: Path, tmp_path: Pat
 
 
 def test_another_compiler_builds_anew(compiler: Path, tmp_path: Path) -> None:
-    first = native._built(tmp_path / "kernels")
+    first = kernel_build.built(tmp_path / "kernels")
     compiler.write_text(COMPILER.replace("1.0", "2.0"))
-    assert native._built(tmp_path / "kernels") != first
+    assert kernel_build.built(tmp_path / "kernels") != first
 
 
 @pytest.mark.parametrize("compiler_name", ["no-such-compiler", "false"])
@@ -64,7 +65,7 @@ def test_of_what_the_compiler_wrote_the_log_shows_the_error(tmp_path, monkeypatc
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\nprintf 'in file a.h\\na.h:3: error: no such type\\n   ^~~~\\n' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(native, "_fingerprint", lambda compiler: "any")
+    monkeypatch.setattr(kernel_build, "_fingerprint", lambda compiler: "any")
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("DSPARK_HOME", str(tmp_path))
     assert native.kernels.__wrapped__() is None
