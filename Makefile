@@ -11,8 +11,9 @@ demo: .venv/.installed-base
 # .venv alone, for what the README says of your own model.
 install: .venv/.installed-base
 
+# Two processes: one for all that needs a Ray cluster (tests/conftest.py), one for the rest.
 test: .venv/.installed-dev
-	.venv/bin/pytest $(ARGS)
+	.venv/bin/pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check .

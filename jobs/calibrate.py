@@ -164,7 +164,12 @@ def _calibration(config: CalibrateConfig, plan: evaluate.Plan, report: dict[str,
         "mean_ece_on_other_prompts": {mode: content["mean_ece"] for mode, content in modes.items()},
         **{key: report[key] for key in ("num_bins", "target", "config", "git_revision")},
     }
-    scales = {mode: SlotScales(tuple(c["temperatures"]), tuple(c["shifts"])) for mode, c in modes.items()}
+    scales = {
+        mode: SlotScales(tuple(content["temperatures"]), tuple(content["shifts"]))
+        for mode, content in modes.items()
+        # What was not fitted would stand before the scales of sampled decoding, which seeded decoding falls back to.
+        if mode != "seeded" or content["rounds"]["fit"] >= MIN_ROUNDS
+    }
     return Calibration(scales, plan.subject.drafter_sha256, fitted_on)
 
 

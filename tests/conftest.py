@@ -23,3 +23,10 @@ from tiny_target import make_tiny_target
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random four-layer Llama with tokenizer and chat template; tests must not write into it."""
     return make_tiny_target(tmp_path_factory.mktemp("tiny_target"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, those of a cluster share one of these."""
+    for item in items:
+        if item.get_closest_marker("ray") or item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.xdist_group("cluster"))

@@ -4,6 +4,7 @@ A curve is measured once, on a machine that does other things later: its seconds
 to begin with. What a few tokens more cost, and drafting beside them, decides whether it pays.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ FADE = 0.995  # of what was seen of a size, per step of any: what it knows beyon
 RESTED = 0.98  # of what was seen of drafting, per step without any
 FIRST_STEPS = 50.0  # steps as predicted, taken in advance
 SIZE_STEPS = 3.0  # steps that all sizes' mean weighs against those of one size
-FARTHEST = 8.0  # a step that took so many times as long, or as short, says nothing about the curve
+FARTHEST = 8.0  # verifying that took so many times as long, or as short, says nothing about the curve
 MOST_SURPRISING = 1.5  # a step moves a mean as if it were off by this at most: what held it up will not last
 WORTH_A_CHANGE = 0.02
 CHANGE_EVERY = 8  # steps
@@ -27,7 +28,8 @@ class CurveCorrection:
     def __init__(self, measured: CostCurve) -> None:
         self.curve = measured
         self._measured = measured
-        self._verifying, self._drafting = _Factors(measured.batch_tokens), _Factors(measured.draft_requests)
+        self._verifying = _Factors(measured.batch_tokens, farthest=FARTHEST)
+        self._drafting = _Factors(measured.draft_requests, farthest=math.inf)  # elsewhere it may take any time
         self._num_steps = 0
 
     def note(
@@ -69,8 +71,8 @@ class CurveCorrection:
 class _Factors:
     """Measured over predicted seconds, of late: of all steps, and of each size of a table beside their mean."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: Sequence[int], *, farthest: float) -> None:
+        self._sizes, self._farthest = sizes, farthest
         self._settled = [1.0] * len(sizes)
         self._sum = self._weight = FIRST_STEPS
         self._sums, self._weights = [0.0] * len(sizes), [0.0] * len(sizes)
@@ -95,7 +97,7 @@ class _Factors:
         return self._settled
 
     def note(self, size: float, measured_s: float, predicted_s: float) -> None:
-        if not predicted_s / FARTHEST < measured_s < predicted_s * FARTHEST:
+        if not predicted_s / self._farthest < measured_s < predicted_s * self._farthest:
             return
         mean = self.mean
         ratio = min(max(measured_s / predicted_s, mean / MOST_SURPRISING), mean * MOST_SURPRISING)

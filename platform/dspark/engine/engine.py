@@ -85,7 +85,7 @@ class Engine:
         self._starter = RequestStarter(
             tokenizer, self._lookup, self._prior, page_size=target.page_size, device=target.device
         )
-        self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=target.device), None, None)
+        self._nothing = Proposal.nothing(target.device)
 
     @property
     def drafter_kind(self) -> str:

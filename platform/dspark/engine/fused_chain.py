@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark import native
+from dspark.attention import cpu
 from dspark.attention.cpu import AttentionPlan
 from dspark.attention.kv_cache import PagedKVCache
 from dspark.drafters.autoregressive import AutoregressiveDrafter
@@ -25,7 +26,7 @@ from dspark.drafters.mtp import MTPBackbone
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.fused_draws import FusedDraws
 from dspark.engine.fused_layers import MODELS, WINDOW_OF, FusedLayer, epsilon, fused_layer, packed_call
-from dspark.engine.fused_parts import Angles, addresses, checked_ids, flat_features, is_plain
+from dspark.engine.fused_parts import Angles, addresses, checked_ids, draft_ids, flat_features, is_plain
 from dspark.numerics import PackedLinear
 from dspark.speculation.proposal import Proposal
 
@@ -38,7 +39,8 @@ class FusedChain:
     def __init__(self, drafter: AutoregressiveDrafter, layer: FusedLayer, kv_cache: PagedKVCache) -> None:
         backbone: Any = drafter.backbone
         self._kept = drafter, layer, kv_cache
-        self._d2t, self._vocab_size = backbone.d2t.contiguous(), backbone.config.vocab_size
+        self._d2t = draft_ids(backbone.d2t, drafter.config.draft_vocab_size)
+        self._vocab_size = backbone.config.vocab_size
         self._feature_size = backbone.config.feature_size
         self._size = backbone.embed_tokens.weight.shape[1]
         self._angles = Angles(_rotary(backbone))
@@ -62,8 +64,11 @@ class FusedChain:
     @staticmethod
     def of(drafter: AutoregressiveDrafter, kv_cache: PagedKVCache) -> "FusedChain | None":
         """None where a part of the drafter is none that the kernels know."""
-        available, backbone = native.kernels(), drafter.backbone
-        if available is None or not available.has_products or drafter.training or drafter.config.num_modules != 1:
+        backbone = drafter.backbone
+        if not cpu.is_served(kv_cache) or drafter.training or drafter.config.num_modules != 1:
+            return None
+        available = native.kernels()
+        if available is None or not available.has_products:
             return None
         layer = _fused_layer(backbone)
         if layer is None:

@@ -4,7 +4,8 @@ Which drafters run so is read off the classes of their parts; all others stay as
 
     tokens and all       DSpark with a vanilla or a gated head or none, DFlash: greedy tokens, and such as are drawn
                          from the whole draft vocabulary with the request's own random numbers
-    up to the states     an RNN head, a soft cap on logits; seeded requests, sparse proposals
+    up to the states     an RNN head or one too narrow to be packed, a soft cap on logits; seeded requests, sparse
+                         proposals
     not at all           windows, mixtures of experts, hyper-connections, Gemma's layers; other types than bfloat16
 
 Legend: R requests, G block size, N tokens to draft in all, l slots, V' draft vocabulary, d hidden size.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark import native
+from dspark.attention import cpu
 from dspark.attention.cpu import AttentionPlan
 from dspark.attention.kv_cache import PagedKVCache
 from dspark.drafters.backbone import Backbone
@@ -31,7 +33,7 @@ from dspark.engine.draft_memory import DraftMemory
 from dspark.engine.draft_runner import DraftRequest
 from dspark.engine.fused_draws import FusedDraws
 from dspark.engine.fused_layers import FusedDraftLayer, packed_call
-from dspark.engine.fused_parts import Angles, addresses, checked_ids, flat_features, is_plain
+from dspark.engine.fused_parts import Angles, addresses, checked_ids, draft_ids, flat_features, is_plain
 from dspark.numerics import PackedLinear
 from dspark.speculation.proposal import Proposal
 
@@ -46,7 +48,7 @@ class FusedDrafter:
         self._hidden_size, self._block_size = config.hidden_size, config.block_size
         self._has_confidence = confidence_head is not None
         self._draws_tokens = _is_chain_known(markov_head) and config.final_logit_softcapping is None
-        self._d2t = drafter.backbone.d2t.contiguous()
+        self._d2t = draft_ids(drafter.backbone.d2t, config.draft_vocab_size)
         self._angles = Angles(drafter.backbone.rotary)
         self._weights, self._kept = _weights(drafter, has_chain=self._draws_tokens)
         self._keys = addresses([keys.data_ptr() for keys in kv_cache.keys])
@@ -106,8 +108,11 @@ class FusedDrafter:
 
 def is_served(drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) -> bool:
     """Whether the kernels know every part of the drafter, whose layers are fused where they can be."""
-    available, backbone = native.kernels(), drafter.backbone
-    if available is None or not available.has_products or drafter.training or type(backbone) is not Backbone:
+    backbone = drafter.backbone
+    if not cpu.is_served(kv_cache) or drafter.training or type(backbone) is not Backbone:
+        return False
+    available = native.kernels()
+    if available is None or not available.has_products:
         return False
     if type(drafter) not in (DSparkDrafter, DFlashDrafter) or len(kv_cache.keys) != len(backbone.layers):
         return False
@@ -120,17 +125,13 @@ def is_served(drafter: DSparkDrafter | DFlashDrafter, kv_cache: PagedKVCache) ->
         linears += [backbone.anchor_fusion.anchor_proj, backbone.anchor_fusion.mask_proj]
         plain.append(backbone.anchor_fusion.slot_embedding)
     if markov_head is not None and _is_chain_known(markov_head):
-        linears += [
-            markov_head.markov_w2,
-            *([markov_head.gate_proj] if isinstance(markov_head, GatedMarkovHead) else []),
-        ]
         plain.append(markov_head.markov_w1.weight)
     if confidence_head is not None:
         plain += [confidence_head.proj.weight, confidence_head.proj.bias]
     return (
         all(type(layer) is FusedDraftLayer for layer in layers)
         and all(type(norm) is RMSNorm for norm in (backbone.hidden_norm, backbone.norm))
-        and all(isinstance(linear, PackedLinear) and linear.is_in_panels for linear in linears)
+        and all(_is_in_panels(linear) for linear in linears)
         and all(is_plain(tensor) for tensor in [*plain, *kv_cache.keys, *kv_cache.values])
     )
 
@@ -176,7 +177,14 @@ def _heads(drafter: DSparkDrafter | DFlashDrafter) -> tuple[Any, Any]:
 
 
 def _is_chain_known(markov_head: nn.Module | None) -> bool:
-    return markov_head is None or type(markov_head) in (VanillaMarkovHead, GatedMarkovHead)
+    if not isinstance(markov_head, VanillaMarkovHead | GatedMarkovHead):
+        return markov_head is None
+    linears = [markov_head.markov_w2, *([markov_head.gate_proj] if isinstance(markov_head, GatedMarkovHead) else [])]
+    return type(markov_head) in (VanillaMarkovHead, GatedMarkovHead) and all(map(_is_in_panels, linears))
+
+
+def _is_in_panels(linear: nn.Module) -> bool:
+    return isinstance(linear, PackedLinear) and linear.is_in_panels
 
 
 def _newest(memory: DraftMemory) -> int:

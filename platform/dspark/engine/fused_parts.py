@@ -43,6 +43,13 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int) -> "array[int]":
     return array("q", token_ids)
 
 
+def draft_ids(d2t: Tensor, draft_vocab_size: int) -> Tensor:
+    """[V'] target ids as the kernels read them: one for each column of the head."""
+    assert d2t.shape == (draft_vocab_size,), f"{d2t.numel()} target ids for {draft_vocab_size} draft ids"
+    assert d2t.dtype == torch.long, "target ids of another type"
+    return d2t.contiguous()
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the kernels read it as it is."""
     return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and tensor.is_contiguous()

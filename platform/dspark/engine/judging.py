@@ -46,7 +46,7 @@ class Judge:
     def __init__(self, device: torch.device, *, is_row_by_row: bool = False) -> None:
         self._finder = SupportFinder()
         self._is_row_by_row = is_row_by_row
-        self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=device), None, None)
+        self._nothing = Proposal.nothing(device)
 
     def judge(self, works: Sequence[Work], batch: FlatBatch, logits: Tensor) -> list[Verdict | None]:
         """A verdict per request; None where the prompt goes on. logits: [N, V], changed in place by what is asked."""

@@ -56,17 +56,16 @@ class Probing:
         if not due:
             return []
         due = sorted(due, key=lambda place: -decoding[place].steps_undrafted)[:MOST_PROBED]
-        tokens = len(decoding) + prefill_tokens
-        step_s = curve.verify_seconds(tokens)
+        tokens, context = len(decoding) + prefill_tokens, stored_tokens(decoding)
+        step_s = curve.step_seconds(tokens, num_requests=len(decoding), context_tokens=context)
         probed_s = curve.verify_seconds(tokens + len(due) * self._length)
-        cost_s = curve.draft_seconds(len(due)) + probed_s - step_s
+        cost_s = curve.draft_seconds(len(due)) + probed_s - curve.verify_seconds(tokens)
         self._saved_s = min(self._saved_s + PROBE_SHARE * num_steps * step_s, cost_s)
         if self._saved_s < cost_s:
             return []
         rows = [*expected]
         for place in due:
             rows[place] = list(accumulate(repeat(HOPE, limits[place]), mul))
-        context = stored_tokens(decoding)
         hopeful, _ = choose_drafting(
             rows, curve, prefill_tokens=prefill_tokens, context_tokens=context, fixed=fixed, is_free=is_free
         )

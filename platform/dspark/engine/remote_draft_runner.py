@@ -90,7 +90,7 @@ class RemoteDraftRunner:
         self.stats = stats or RemoteDraftStats()
         self._link, self._store, self._config, self._clock = link, store, config, clock
         self._name, self._identity, self._device = name, identity, device
-        self._nothing = Proposal(torch.empty(0, dtype=torch.long, device=device), None, None)
+        self._nothing = Proposal.nothing(device)
         self._pause = Pause(clock)
         self._ahead: deque[Sent] = deque()  # that nobody waits for
         self._closed = ClosedHandles()

@@ -5,6 +5,15 @@ Legend: k = 0, 1, … the slot of a draft token within its proposal.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class PredictedSeconds(NamedTuple):
+    """What a cost curve says of a step: as if its contexts were those measured at, what they add, and of drafting."""
+
+    verify_s: float
+    context_s: float
+    draft_s: float
 
 
 @dataclass
@@ -13,7 +22,8 @@ class ScheduleCounts:
 
     judged, expected, stood: of slot k, verifications, the sum of the survival it was admitted with (calibrated and
     corrected for drift), and how often it stood. predicted_s, measured_s: of whole steps, over the steps that the cost
-    curve speaks of; predicted_draft_s, draft_s: what drafting has in them, the wait for it included.
+    curve speaks of; predicted_draft_s, draft_s: what drafting has in them, the wait for it included;
+    predicted_context_s: what longer contexts than those measured at have in predicted_s.
     """
 
     budgets: list[int] = field(default_factory=list)
@@ -23,6 +33,7 @@ class ScheduleCounts:
     predicted_s: float = 0.0
     measured_s: float = 0.0
     predicted_draft_s: float = 0.0
+    predicted_context_s: float = 0.0
     draft_s: float = 0.0
 
     def add_budgets(self, lengths: Sequence[int]) -> None:
@@ -43,10 +54,11 @@ class ScheduleCounts:
             self.expected[k] += expected
             self.stood[k] += k < num_accepted
 
-    def add_step(self, predicted: tuple[float, float] | None, measured_s: float, draft_s: float) -> None:
-        """Count a step. predicted: seconds of the whole step and of its drafting; None where there is no curve."""
+    def add_step(self, predicted: PredictedSeconds | None, measured_s: float, draft_s: float) -> None:
+        """Count a step. predicted: None where there is no curve."""
         if predicted is not None:
-            self.predicted_s += predicted[0]
-            self.predicted_draft_s += predicted[1]
+            self.predicted_s += sum(predicted)
+            self.predicted_draft_s += predicted.draft_s
+            self.predicted_context_s += predicted.context_s
             self.measured_s += measured_s
             self.draft_s += draft_s

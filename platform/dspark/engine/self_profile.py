@@ -5,7 +5,7 @@ Coarser than that of jobs/profile_engine.py, and so held to what steps are seen 
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dspark.attention.page_pool import PagePool, PageTable
@@ -13,8 +13,8 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.draft_runner import DraftRunner
 from dspark.engine.paged_autoregressive_runner import PagedAutoregressiveRunner
 from dspark.engine.paged_draft_runner import PagedDraftRunner
-from dspark.engine.step_samples import USUAL_TOKENS, take_samples
-from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer
+from dspark.engine.step_samples import take_samples
+from dspark.engine.step_timer import LONG_REQUESTS, NEW_TOKENS, USUAL_TOKENS, BatchShape, StepTimer
 from dspark.engine.target import Target
 from dspark.speculation.cost_curve import CostCurve
 
@@ -45,15 +45,17 @@ def profile(
     sizes = [size for size in SIZES if size <= most_tokens]
     drafted = 0 if neural is None else block_size + NEW_TOKENS * (REPEATS + 3) * len(SIZES)
     most = config.max_running_requests
-    tables = _tables(target, most, first=max([drafted, *sizes]), other=max(1, drafted))
+    first, other = max([drafted, *sizes]), max(1, drafted)
+    tables = _tables(target, most, [first], other)
     if not sizes or not tables:
         return None
     long_context = min(LONG_CONTEXT_TOKENS, limit - USUAL_TOKENS)
-    with_long = _tables(target, most, first=long_context + USUAL_TOKENS - CONTEXT_TOKENS, other=max(1, drafted))
-    if len(with_long) < len(tables) or long_context < 2 * CONTEXT_TOKENS:
-        long_context = 0
-    elif len(with_long[0].pages) > len(tables[0].pages):
+    behind = max(other, long_context + USUAL_TOKENS - CONTEXT_TOKENS)
+    with_long = _tables(target, most, [max(first, behind), *[behind] * (min(LONG_REQUESTS, most) - 1)], other)
+    if len(with_long) == len(tables):
         tables = with_long
+    else:
+        long_context = 0
     timer = StepTimer(target, neural, tables, context_tokens=CONTEXT_TOKENS, seed=0, long_context_tokens=long_context)
     shapes = _up_to_the_time([BatchShape((size,)) for size in sizes], timer.verify_s)
     counts = [size for size in sizes if size <= len(tables)]
@@ -77,11 +79,15 @@ def _up_to_the_time(sizes: list[S], seconds: Callable[[S], float]) -> list[S]:
     return kept
 
 
-def _tables(target: Target, most: int, *, first: int, other: int) -> list[PageTable]:
-    """Pages for up to so many requests, as many as there is memory for. first, other: tokens behind their contexts."""
+def _tables(target: Target, most: int, first: Sequence[int], other: int) -> list[PageTable]:
+    """Pages for up to so many requests, as many as there is memory for: none without room for the first ones.
+
+    first, other: tokens behind the contexts of the first few and of all others.
+    """
     pool, size = PagePool(target.num_pages), target.page_size
-    first, other = (-(-(CONTEXT_TOKENS + tokens) // size) for tokens in (first, other))
-    if first > target.num_pages:
+    *pages, rest = (-(-(CONTEXT_TOKENS + tokens) // size) for tokens in (*first, other))
+    if sum(pages) > target.num_pages:
         return []
-    number = min(most, 1 + (target.num_pages - first) // other)
-    return [PageTable(pool.allocate(other if place else first), size) for place in range(number)]
+    number = min(most, len(pages) + (target.num_pages - sum(pages)) // rest)
+    pages += [rest] * (number - len(pages))
+    return [PageTable(pool.allocate(count), size) for count in pages]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from dspark.attention.flat_batch import FlatBatch, Piece
 from dspark.engine.request import FinishReason
 from dspark.engine.running import RunningRequest
+from dspark.engine.schedule_counts import PredictedSeconds
 from dspark.engine.target import TargetOutput
 from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.proposal import Proposal, Verdict
@@ -84,15 +85,16 @@ class Launched:
         """What its requests had in KV memory before it, all together."""
         return sum(work.num_context for work in self.works)
 
-    def predicted_seconds(self, curve: CostCurve | None) -> tuple[float, float] | None:
-        """What the curve says of the whole step, drafting included, and of drafting; None without one."""
+    def predicted_seconds(self, curve: CostCurve | None) -> PredictedSeconds | None:
+        """None without a curve."""
         if curve is None:
             return None
-        verify_s = curve.step_seconds(
-            self.batch.num_tokens, num_requests=len(self.works), context_tokens=self.context_tokens
+        num_requests = len(self.works)
+        return PredictedSeconds(
+            verify_s=curve.step_seconds(self.batch.num_tokens, num_requests=num_requests),
+            context_s=curve.context_seconds(num_requests, self.context_tokens),
+            draft_s=curve.draft_seconds(self.num_drafted),
         )
-        draft_s = curve.draft_seconds(self.num_drafted)
-        return verify_s + draft_s, draft_s
 
 
 def read_prompt(running: RunningRequest, max_tokens: int) -> Work:

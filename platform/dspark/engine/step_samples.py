@@ -1,7 +1,7 @@
 """Timed steps, and the cost curve they make.
 
 A step over B tokens of R requests is taken to last T(B) + (R - 1) * request_s: the tokens share one pass of the model,
-but each request attends to a context of its own. What more context costs is the slope between a short and a long one.
+but each request attends to a context of its own. What more context costs is the slope between short and long ones.
 """
 
 import logging
@@ -12,17 +12,15 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from dspark.engine.step_timer import BatchShape, StepTimer
+from dspark.engine.step_timer import USUAL_TOKENS, BatchShape, StepTimer
 from dspark.speculation.cost_curve import CostCurve
-
-USUAL_TOKENS = 4  # of a request in a step: the anchor and what is verified
 
 log = logging.getLogger("dspark.profile")
 
 
 @dataclass(frozen=True)
 class LongSamples:
-    """Seconds of a batch of one request, one a sweep, with so many tokens of context in place of the usual ones."""
+    """Seconds of a batch, one a sweep, with so many tokens of context of each request in place of the usual ones."""
 
     shape: BatchShape
     context_tokens: int
@@ -60,7 +58,8 @@ class Samples:
             return 0.0
         pairs = zip(self.long.seconds, self.verify[self.long.shape], strict=True)
         rise_s = median(with_long - usual for with_long, usual in pairs)
-        return max(0.0, 1000.0 * rise_s / (self.long.context_tokens - self.context_tokens))
+        more = self.long.shape.num_requests * (self.long.context_tokens - self.context_tokens)
+        return max(0.0, 1000.0 * rise_s / more)
 
 
 def fit_request_s(verify: Mapping[BatchShape, Sequence[float]]) -> float:
@@ -84,9 +83,11 @@ def fit_request_s(verify: Mapping[BatchShape, Sequence[float]]) -> float:
     return max(0.0, median(slopes))
 
 
-def usual_shape(shapes: Sequence[BatchShape]) -> BatchShape:
-    """Of the batches of one request that with about as many tokens as are usually verified."""
-    return min((s for s in shapes if s.num_requests == 1), key=lambda shape: abs(shape.num_tokens - USUAL_TOKENS))
+def usual_shape(shapes: Sequence[BatchShape], most_requests: int) -> BatchShape:
+    """Of the batches of the most requests that are allowed, that with about as many tokens as are usually verified."""
+    number = max(shape.num_requests for shape in shapes if shape.num_requests <= most_requests)
+    alike = [shape for shape in shapes if shape.num_requests == number]
+    return min(alike, key=lambda shape: abs(shape.num_tokens - number * USUAL_TOKENS))
 
 
 def take_samples(
@@ -100,9 +101,7 @@ def take_samples(
         {shape: [] for shape in shapes},
         {number: [] for number in sorted(draft_requests)},
         timer.context_tokens,
-        LongSamples(usual_shape(shapes), timer.long_context_tokens, [])
-        if timer.long_context_tokens > timer.context_tokens
-        else None,
+        LongSamples(usual_shape(shapes, timer.num_long), timer.long_context_tokens, []) if timer.num_long else None,
     )
     points = [(seconds, partial(timer.verify_s, shape)) for shape, seconds in samples.verify.items()]
     points += [(seconds, partial(timer.draft_s, number)) for number, seconds in samples.draft.items()]

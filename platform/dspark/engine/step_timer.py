@@ -16,6 +16,10 @@ from dspark.engine.target_runner import TargetRunner
 
 NEW_TOKENS = 2  # features that a round of usual length leaves for the drafter to store
 READ_TOKENS = 512  # of the context, in one pass
+USUAL_TOKENS = 4  # of a request in a step: the anchor and what is verified
+LONG_REQUESTS = 4
+"""So many requests have long contexts too: the attention of a single one is too little work for all cores."""
+LEAST_RISE = 2.0  # of contexts: between two that are nearly alike there is nothing but noise
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ def batch_shapes(batch_tokens: Sequence[int], *, tokens_per_request: int, max_re
 class StepTimer:
     """tables: of one request each, with room for the context and for what is to be timed behind it, see `page_tables`.
 
-    All requests have the same context, each in pages of its own. long_context_tokens: of the first request where that
-    is asked for, if there is room in its table; 0 where the target keeps them in no pages, from which they could not be
-    taken back.
+    All requests have the same context, each in pages of its own. long_context_tokens: of the first requests where that
+    is asked for, `num_long` of them: those of the first LONG_REQUESTS whose tables have room. None where it is not at
+    least twice the usual one, or the target keeps contexts in no pages, from which they could not be taken back.
     """
 
     def __init__(
@@ -65,23 +69,26 @@ class StepTimer:
         long_context_tokens: int = 0,
     ) -> None:
         self.context_tokens = context_tokens
-        self.long_context_tokens = long_context_tokens if isinstance(target, TargetRunner) else 0
+        self.long_context_tokens = long_context_tokens
         self._target, self._drafts, self._tables = target, drafts, list(tables)
+        self.num_long = self._num_long()
         generator = torch.Generator().manual_seed(seed)
         longest = max(table.capacity_tokens for table in tables)
         ids = torch.randint(target.vocabulary_size, (longest,), generator=generator)
         self._ids: list[int] = ids.tolist()
-        self._features = self._read_context(self._tables[0], max(context_tokens, self.long_context_tokens))
-        self._features = self._features[:context_tokens]
-        self._tables[0].num_tokens = context_tokens
-        self._share_context(context_tokens)
+        read = max(context_tokens, long_context_tokens) if self.num_long else context_tokens
+        self._features = self._read_context(self._tables[0], read)[:context_tokens]
+        self._share_context(self._tables[1 : self.num_long], read)
+        self._share_context(self._tables[max(1, self.num_long) :], context_tokens)
+        self._set_contexts(context_tokens)
         self._memories = self._draft_memories(context_tokens)
 
     @torch.inference_mode()
     def verify_s(self, shape: BatchShape, *, is_long: bool = False) -> float:
-        """Seconds of one target step, its greedy choices included. is_long: of one request, with its long context."""
+        """Seconds of one target step, its greedy choices included. is_long: with long contexts."""
+        assert not is_long or shape.num_requests <= self.num_long, "more requests than have long contexts"
         if is_long:
-            self._tables[0].num_tokens = self.long_context_tokens
+            self._set_contexts(self.long_context_tokens)
         pieces = [
             Piece(table, self._ids[:length], num_logits=length)
             for table, length in zip(self._tables, shape.lengths, strict=False)
@@ -89,7 +96,7 @@ class StepTimer:
         started = self._now()
         self._target.run(self._target.flatten(pieces)).choices()
         seconds = self._now() - started
-        self._tables[0].num_tokens = self.context_tokens
+        self._set_contexts(self.context_tokens)
         return seconds
 
     @torch.inference_mode()
@@ -121,9 +128,9 @@ class StepTimer:
         return torch.cat(features) if features else torch.empty(0)
 
     @torch.inference_mode()
-    def _share_context(self, num_tokens: int) -> None:
-        """Copy the first request's keys and values to all others: reading them anew would give the same."""
-        first, *others = self._tables
+    def _share_context(self, others: Sequence[PageTable], num_tokens: int) -> None:
+        """Copy the first request's keys and values to others: reading them anew would give the same."""
+        first = self._tables[0]
         if not isinstance(self._target, TargetRunner):  # they lie in no pages
             for table in others:
                 self._read_context(table, num_tokens)
@@ -145,6 +152,18 @@ class StepTimer:
         for memory in memories:
             self._drafts.extend(memory, self._ids[:num_tokens], self._features)
         return memories
+
+    def _num_long(self) -> int:
+        if not isinstance(self._target, TargetRunner) or self.long_context_tokens < LEAST_RISE * self.context_tokens:
+            return 0
+        needed = self.long_context_tokens + USUAL_TOKENS
+        first = [table.capacity_tokens >= needed for table in self._tables[:LONG_REQUESTS]]
+        return (*first, False).index(False) if self.long_context_tokens else 0
+
+    def _set_contexts(self, num_tokens: int) -> None:
+        """Of those that may have a long one."""
+        for table in self._tables[: max(1, self.num_long)]:
+            table.num_tokens = num_tokens
 
     def _now(self) -> float:
         if self._target.device.type == "cuda":

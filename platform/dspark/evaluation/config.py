@@ -28,7 +28,8 @@ class EvaluationMode(Config):
     top_p: float = Field(1.0, gt=0, le=1)
     seeded: Literal["rejection", "invariant"] = "rejection"
     """How draft tokens are judged. Every answer has a seed, so that runs repeat: "rejection" leaves acceptance what it
-    is for a request without one, "invariant" makes it what it is for a request that asks for one."""
+    is for a request without one, "invariant" makes it what it is for a request that asks for one. Running servers judge
+    as they do."""
 
     @property
     def sampling(self) -> SamplingParams:

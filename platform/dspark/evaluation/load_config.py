@@ -138,6 +138,8 @@ class BenchmarkConfig(LoadConfig):
         changed = [name for name in SERVER_DECIDES if getattr(self, name) != type(self).model_fields[name].default]
         if changed:
             raise ValueError(f"the servers at the endpoints have their own {', '.join(changed)}; leave them out")
+        if any(mode.seeded == "invariant" for mode in self.modes):
+            raise ValueError("the servers at the endpoints judge draft tokens as they do; leave seeded 'invariant' out")
         rates = self.request_rates
         if any(rate <= 0 for rate in rates) or len(set(rates)) < len(rates):
             raise ValueError(f"request_rates is {list(rates)}; give each rate once, all of them over 0")

@@ -19,7 +19,7 @@ from dspark.engine.config import EngineConfig
 from dspark.engine.drafter_folder import WITHOUT_FOLDER, check_drafter, drafter_sha256, drafter_target
 from dspark.engine.loading import paged_runner, target_runner
 from dspark.engine.step_samples import Samples, take_samples, usual_shape
-from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
+from dspark.engine.step_timer import LONG_REQUESTS, NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.provenance import read_json
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
 from dspark.speculation.drafting_choice import choose_drafting
@@ -127,11 +127,12 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
     drafter: Any = None
     if config.has_drafter:  # it computes in the target's type: its inputs are the target's own states
         drafter = load_drafter(str(config.drafter), dtype=model.dtype, device=str(model.device))
-    long_context, most_long = config.long_context_tokens, usual_shape(config.shapes).num_tokens
+    long_context = config.long_context_tokens
+    most_long = max(usual_shape(config.shapes, LONG_REQUESTS).lengths)
     if limit is not None:
         long_context = min(long_context, limit - most_long)
     longest = max(longest, long_context + most_long)
-    tables = page_tables(request_tokens(config, drafter, first=long_context + most_long), config.page_size)
+    tables = page_tables(request_tokens(config, drafter, long_context + most_long), config.page_size)
     engine = EngineConfig(  # timed as it will run
         page_size=config.page_size,
         kv_tokens=config.page_size * sum(len(table.pages) for table in tables),
@@ -154,10 +155,10 @@ def open_timer(config: ProfileConfig, target_config: TargetConfig) -> StepTimer:
     )
 
 
-def request_tokens(config: ProfileConfig, drafter: Drafter | None, *, first: int = 0) -> list[int]:
+def request_tokens(config: ProfileConfig, drafter: Drafter | None, with_long: int = 0) -> list[int]:
     """Tokens of memory each request needs: the context, and the longest piece or all that is drafted behind it.
 
-    first: tokens that the first one needs at least.
+    with_long: tokens that each of the first LONG_REQUESTS needs at least.
     """
     shapes = config.shapes
     number = max(shape.num_requests for shape in shapes)
@@ -167,7 +168,7 @@ def request_tokens(config: ProfileConfig, drafter: Drafter | None, *, first: int
         drafted = drafter.block_size + NEW_TOKENS * (config.repeats + 1) * len(config.draft_requests)
     pieces = [[shape.lengths[i] for shape in shapes if i < shape.num_requests] for i in range(number)]
     needed = [config.context_tokens + max([drafted, *lengths]) for lengths in pieces]
-    return [max(first, needed[0]), *needed[1:]]
+    return [max(with_long, tokens) for tokens in needed[:LONG_REQUESTS]] + needed[LONG_REQUESTS:]
 
 
 def measure(timer: StepTimer, config: ProfileConfig) -> Samples:

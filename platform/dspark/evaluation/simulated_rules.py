@@ -131,7 +131,8 @@ def choose_drafted(
 ) -> Flags:
     """Whom to draft for, [n, R]: the number of them with the highest rate, those that gain most first.
 
-    In one order, that of the curve's own price; `choose_drafting` tries some more, which brings a tenth of a percent.
+    In one order, that of the curve's own price; `choose_drafting` tries some more, which brings a tenth of a percent,
+    and knows a share's capacity.
 
     expected: survival from past rounds. most: [n], of the requests drafted for; infinity is no bound.
     """

@@ -15,7 +15,7 @@ struct Schedule {
   const double* weights;    // [R] what a token of a request counts; may be null
   const double* verify_s;   // [n] seconds of a step over 0, 1, ... tokens, as if there were no buckets
   const int32_t* padded;    // [n] tokens that are computed for so many
-  double others_s;          // what the requests beside the first add to a step
+  double others_s;          // what requests beside the first and contexts add to a step, less what other tokens do
 };
 
 constexpr double ROUNDING = 1e-6;                  // as in ranked_step.py
@@ -199,11 +199,11 @@ struct DraftingSearch {
   }
 
   double draft_s(int32_t number) const { return search.draft_s[num_forced + number]; }
-  Admitted admitted(int32_t number) const {
-    return admit(step, ranking, set.data(), draft_s(number), most, search.floor - ranking.num_fixed);
+  Admitted admitted(int32_t number, int64_t floor) const {
+    return admit(step, ranking, set.data(), draft_s(number), most, floor);
   }
   double rate(int32_t number) const {  // of `set`, which has so many who are not free
-    const Admitted found = admitted(number);
+    const Admitted found = admitted(number, 0);
     return found.tau / (step.verify_s[found.edge] + step.others_s + draft_s(number));
   }
   void keep(double found, int32_t number) { best_set = set, best_rate = found, best_number = number; }
@@ -268,7 +268,8 @@ inline bool choose_drafting(const Schedule& step, const Search& search, uint8_t*
   if (choice.best_rate < (1.0 + search.min_gain) * plain) {
     choice.set.assign(search.is_free, search.is_free + step.num_requests), choice.best_number = 0;
   }
-  add_lengths(step, choice.ranking, choice.set.data(), choice.admitted(choice.best_number), lengths);
+  const int64_t floor = search.floor - choice.ranking.num_fixed;
+  add_lengths(step, choice.ranking, choice.set.data(), choice.admitted(choice.best_number, floor), lengths);
   for (int32_t r = 0; r < step.num_requests; ++r) {
     drafted[r] = !search.is_free[r] && (choice.set[r] || step.fixed[r] > 0);
   }

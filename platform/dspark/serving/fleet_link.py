@@ -115,8 +115,8 @@ class FleetLink:
 class LoadMeter:
     """Reads an engine's counters and reports what happened between two looks.
 
-    is_remote: drafting is waited for and not done here. Then the drift is that of the rest of the steps: the fleet
-    charges drafting by what it costs the drafters, and the wait for them would make plain decoding look as dear.
+    is_remote: drafting is waited for and not done here. Then it has no drift: the fleet charges drafting by what it
+    costs the drafters, and the wait for them is none of that.
     """
 
     def __init__(self, engine: Engine, replica_id: str, *, is_remote: bool = False) -> None:
@@ -125,7 +125,7 @@ class LoadMeter:
         self._is_remote = is_remote
         self._seen = dict.fromkeys(self._counters(), 0.0)
         self._step_s = 0.0
-        self._drift = 1.0
+        self._drift = self._draft_drift = 1.0
         self._prefill_tokens = 0.0
         curve = engine.policy.measured_curve
         self._curve_id = "" if curve is None else fingerprint(curve.to_dict())
@@ -141,6 +141,8 @@ class LoadMeter:
             self._prefill_tokens += weight * (new["read"] / new["steps"] - self._prefill_tokens)
         if new["predicted_s"] > 0:
             self._drift += NEWEST_WEIGHT * (new["measured_s"] / new["predicted_s"] - self._drift)
+        if new["predicted_draft_s"] > 0 and not self._is_remote:
+            self._draft_drift += NEWEST_WEIGHT * (new["draft_s"] / new["predicted_draft_s"] - self._draft_drift)
         engine = self._engine
         rows = [(one.request.priority, _up_for_drafting(one, engine)) for one in engine.running]
         return ReplicaReport(
@@ -151,6 +153,7 @@ class LoadMeter:
             curve=engine.policy.measured_curve if with_curve else None,
             step_s=self._step_s,
             drift=self._drift,
+            draft_drift=self._draft_drift,
             prefill_tokens=self._prefill_tokens,
         )
 
@@ -160,8 +163,11 @@ class LoadMeter:
             "steps": stats.steps,
             "seconds": stats.step_s,
             "read": stats.prompt_tokens + stats.reread_tokens,
-            "predicted_s": schedule.predicted_s - self._is_remote * schedule.predicted_draft_s,
-            "measured_s": schedule.measured_s - self._is_remote * schedule.draft_s,
+            # A report has no lengths of contexts: what they add is in the drift.
+            "predicted_s": schedule.predicted_s - schedule.predicted_draft_s - schedule.predicted_context_s,
+            "measured_s": schedule.measured_s - schedule.draft_s,
+            "predicted_draft_s": schedule.predicted_draft_s,
+            "draft_s": schedule.draft_s,
         }
 
 

@@ -102,7 +102,7 @@ class CostCurve:
     def context_seconds(self, num_requests: int, context_tokens: int | None) -> float:
         """Seconds that a step's contexts add. context_tokens: of all its requests together; None: as was measured.
 
-        Shorter ones take nothing away.
+        Where they are shorter in the mean than measured at, they take nothing away.
         """
         if context_tokens is None:
             return 0.0

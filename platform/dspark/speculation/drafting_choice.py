@@ -58,8 +58,8 @@ def choose_drafting(
     tried the other way round. Estimates from past rounds say nothing about tokens not yet drawn, so unlike `allocate`
     this may search; ties go to fewer requests.
     min_gain: share by which tokens per second must be expected to rise; below it nothing is drafted.
-    max_drafted: most requests to draft for, those with a fixed length included, which come first. capacity, floor,
-    weights: as in `allocate`.
+    max_drafted: most requests to draft for, those with a fixed length included, which come first. capacity, weights: as
+    in `allocate`. floor: of the lengths; a set is judged without, since one with fewer slots would be forced to less.
     Above 32 requests not every number is tried, and at further prices only near what is best at the first.
     Raises: ValueError as `allocate` does.
     """
@@ -106,16 +106,16 @@ class _Judge:
 
     def rates(self, sets: Flags) -> NDArray[np.float64]:
         """sets: [C, R] -> [C]."""
-        return self._judged(sets)[0]
+        return self._judged(sets, 0)[0]
 
     def lengths(self, best: Flags) -> list[int]:
         """Draft tokens to verify, fixed lengths included. best: [R]."""
-        _, is_admitted = self._judged(best[None])
+        _, is_admitted = self._judged(best[None], self._floor)
         admitted = np.bincount(self.step.requests[is_admitted[0]], minlength=len(best))
         lengths: list[int] = (self.step.lengths + admitted).tolist()
         return lengths
 
-    def _judged(self, sets: Flags) -> tuple[NDArray[np.float64], Flags]:
+    def _judged(self, sets: Flags, floor: int) -> tuple[NDArray[np.float64], Flags]:
         """Rates, [C], and which slots are verified, [C, S]: Algorithm 1 as in `num_admitted`, for all sets at once."""
         step, rows = self.step, np.arange(len(sets))
         is_in = sets[:, step.requests] | self.is_free[step.requests]
@@ -125,7 +125,7 @@ class _Judge:
         draft_s = self._draft_s[self.is_forced.sum() + sets.sum(axis=1)]
         theta = tau / (self.verify_s[count] + draft_s[:, None])
         most = np.minimum(count[:, -1], self._most)
-        is_stop = is_in & (theta[:, 1:] <= theta[:, :-1]) & (count[:, :-1] >= self._floor)
+        is_stop = is_in & (theta[:, 1:] <= theta[:, :-1]) & (count[:, :-1] >= floor)
         first = np.concatenate((is_stop, before == 0), axis=1).argmax(axis=1)  # behind the last slot, if nowhere before
         stop = np.minimum(count[rows, first], most)
         edges = np.array([int(self._curve.padded_tokens(step.tokens + n)) for n in stop.tolist()])

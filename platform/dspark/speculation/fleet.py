@@ -43,8 +43,9 @@ class ReplicaReport:
     """How a replica fares. sequence rises with each report of one replica.
 
     groups: its running requests. curve: what its steps cost, needed once per curve_id; a replica that has none ("")
-    takes step_s for every step. step_s: seconds of a step, of late; 0 before the first. drift: measured seconds of a
-    step over those the curve predicts, of late. prefill_tokens: of prompts, per step, of late.
+    takes step_s for every step. step_s: seconds of a step, of late; 0 before the first. drift: measured seconds over
+    those the curve predicts for contexts as long as measured at, of late, of a step without its drafting; draft_drift:
+    of its drafting. prefill_tokens: of prompts, per step, of late.
     """
 
     replica_id: str
@@ -54,6 +55,7 @@ class ReplicaReport:
     curve: CostCurve | None = None
     step_s: float = 0.0
     drift: float = 1.0
+    draft_drift: float = 1.0
     prefill_tokens: float = 0.0
 
     @property
@@ -219,6 +221,7 @@ def _batches(reports: Sequence[ReplicaReport], minimum: Mapping[int, float]) -> 
         minimum=minimum,
         curves=[_curve(report) for report in reports],
         drift=np.array([report.drift if report.curve is not None else 1.0 for report in reports]),
+        draft_drift=np.array([report.draft_drift for report in reports]),
         prefill_tokens=np.array([report.prefill_tokens for report in reports]),
     )
 

@@ -24,8 +24,8 @@ NUM_VERIFIED_TRIED = 33
 class Batches:
     """The running requests of N replicas. count: [N, G]; survival: [N, G, K], non-increasing in K.
 
-    tier: [N, G]; minimum: tokens per second owed to a tier's users. curves, drift, prefill_tokens: [N], what a step
-    costs.
+    tier: [N, G]; minimum: tokens per second owed to a tier's users. curves, drift, draft_drift, prefill_tokens: [N],
+    what a step costs, see `ReplicaReport`.
     """
 
     count: Indices
@@ -34,6 +34,7 @@ class Batches:
     minimum: Mapping[int, float]
     curves: Sequence[CostCurve]
     drift: Floats
+    draft_drift: Floats
     prefill_tokens: Floats
 
 
@@ -51,7 +52,7 @@ class Options:
 
 
 def options_of(batches: Batches, weight: float = 1.0) -> Options:
-    """All options of all replicas, requests and slots being taken in the order that the local rule takes them in.
+    """All options of all replicas, requests and slots being taken in the order that the local rule tries first.
 
     weight: of the tier with the lowest minimum against requests without one; its square that of the next one.
     """
@@ -124,7 +125,7 @@ def _drafted(batches: Batches, weights: Floats) -> Indices:
 
 
 def _by_gain(batches: Batches, weights: Floats) -> tuple[Indices, NDArray[np.bool_]]:
-    """Groups in the order that `choose_drafting` drafts requests in, and which have anything to hope for: [N, G]."""
+    """Groups in the first order that `choose_drafting` tries, and which have anything to hope for: [N, G]."""
     count, num_requests = batches.count, batches.count.sum(axis=1)
     num_slots = (count * (batches.survival > 0).sum(axis=2)).sum(axis=1)
     nobody = np.zeros((len(count), 1), dtype=np.int64)
@@ -177,8 +178,9 @@ def _step_seconds(batches: Batches, num_requests: Indices, num_drafted: Indices,
         verify_s = curve.smooth_verify_array(padded(tokens[rows], curve.buckets))
         others_s = (num_requests[rows] - 1) * curve.request_s
         draft_s = drafting_cost(num_drafted[rows], curve.draft_requests, curve.draft_s) if curve.draft_requests else 0.0
-        step_s[rows] = verify_s + others_s[:, None, None] + np.asarray(draft_s).reshape(*np.shape(draft_s), 1)
-    return step_s * batches.drift[:, None, None]
+        draft_s = np.asarray(draft_s).reshape(*np.shape(draft_s), 1) * batches.draft_drift[rows, None, None]
+        step_s[rows] = (verify_s + others_s[:, None, None]) * batches.drift[rows, None, None] + draft_s
+    return step_s
 
 
 def padded(tokens: Floats, buckets: Sequence[int]) -> Floats:

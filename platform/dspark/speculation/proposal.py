@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,11 @@ class Proposal:
     confidence_logits: Tensor | None
     support: Tensor | None = None
     columns: Tensor | None = None
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> "Proposal":
+        """No token at all."""
+        return cls(torch.empty(0, dtype=torch.long, device=device), None, None)
 
     @property
     def num_tokens(self) -> int:

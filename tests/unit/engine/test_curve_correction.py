@@ -102,5 +102,13 @@ def test_one_step_that_was_held_up_changes_little() -> None:
 
 def test_seconds_of_another_order_are_another_machines_and_say_nothing() -> None:
     correction = CurveCorrection(MEASURED)
-    note(correction, verifying=2 * FARTHEST, drafting=0.5 / FARTHEST)
-    assert correction.curve is MEASURED
+    note(correction, verifying=2 * FARTHEST, drafting=1.0)
+    assert correction.curve.verify_s == MEASURED.verify_s
+
+
+def test_drafting_that_takes_any_time_is_learned_since_elsewhere_it_may() -> None:
+    """A guess of what it costs in draft replicas knows nothing of the way there and back."""
+    correction = CurveCorrection(MEASURED)
+    note(correction, verifying=1.0, drafting=4 * FARTHEST, steps=800)
+    assert correction.curve.draft_seconds(5) == pytest.approx(4 * FARTHEST * MEASURED.draft_seconds(5), rel=0.1)
+    assert correction.curve.verify_seconds(20) == pytest.approx(MEASURED.verify_seconds(20), rel=0.05)

@@ -1,7 +1,8 @@
 """A round in one call drafts what the round in steps drafts: the states as exactly, from them the same tokens."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 }
 UP_TO_THE_STATES: dict[str, dict[str, Any]] = {
     "rnn": {"markov_head_type": "rnn"},
+    "gate too narrow to be packed": {"markov_head_type": "gated", "markov_rank": 32},
     "soft cap": {"final_logit_softcapping": 4.0, "anchor_fusion": True},
 }
 NOT_SERVED: dict[str, dict[str, Any]] = {
@@ -73,18 +75,34 @@ def packed(drafter: Any) -> Any:
     return drafter
 
 
+@pytest.fixture
+def on_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 class Drafting:
     """A runner whose requests have a context; `in_steps`: without the round's call."""
 
-    def __init__(self, drafter: Any, *, in_steps: bool = False) -> None:
-        self.runner = PagedDraftRunner(drafter, num_pages=24, page_size=4)
+    def __init__(
+        self,
+        drafter: Any,
+        *,
+        in_steps: bool = False,
+        pages: Sequence[Sequence[int]] = PAGES,
+        contexts: Sequence[int] = CONTEXTS,
+        lengths: Sequence[int] = LENGTHS,
+    ) -> None:
+        self.runner = PagedDraftRunner(drafter, num_pages=1 + max(map(max, pages)), page_size=4)
         self.fused = self.runner._fused
         if in_steps:
             self.runner._fused = None
-        self.memories = [self.runner.new_memory(PageTable(pages, 4)) for pages in PAGES]
+        self.lengths = lengths
+        self.memories = [self.runner.new_memory(PageTable(own, 4)) for own in pages]
         self._dtype, self._width = drafter.backbone.fc.weight.dtype, drafter.config.feature_size
         self._generator = torch.Generator().manual_seed(0)
-        self.grow(CONTEXTS)
+        self.grow(contexts)
 
     def grow(self, counts: Sequence[int]) -> None:
         for memory, count in zip(self.memories, counts, strict=True):
@@ -93,7 +111,7 @@ class Drafting:
 
     def requests(self, temperatures: Sequence[float], **options: Any) -> list[DraftRequest]:
         return [
-            DraftRequest(memory, 5 + i, LENGTHS[i], temperatures[i], torch.Generator().manual_seed(i), **options)
+            DraftRequest(memory, 5 + i, self.lengths[i], temperatures[i], torch.Generator().manual_seed(i), **options)
             for i, memory in enumerate(self.memories)
         ]
 
@@ -146,6 +164,34 @@ def test_from_equal_states_the_same_tokens_are_drawn(changes: dict[str, Any], te
         expected = drafting.runner._draw(drafting.requests(temperatures), states)
     for one, twin in zip(found, expected, strict=True):
         assert_equal(one, twin)
+
+
+@pytest.mark.parametrize("changes", [DRAWN["gated"], DRAWN["dflash"]], ids=["gated", "dflash"])
+def test_many_requests_some_of_which_draft_nothing_are_drawn_alike(changes: dict[str, Any]) -> None:
+    number = 14  # more rows than the kernels multiply at once
+    drafting = Drafting(
+        packed(drafter_of(changes)),
+        pages=[range(6 * i, 6 * i + 6) for i in range(number)],
+        contexts=[3 + 5 * i % 14 for i in range(number)],
+        lengths=[(4, 0, 5, 1, 2)[i % 5] for i in range(number)],
+    )
+    temperatures = [(0.0, 0.9, 1.2)[i % 3] for i in range(number)]
+    found = drafting.runner.propose(drafting.requests(temperatures))
+    states = drafting.fused_states(drafting.requests(temperatures), 5)
+    with torch.inference_mode():
+        expected = drafting.runner._draw(drafting.requests(temperatures), states)
+    assert [proposal.num_tokens for proposal in found] == drafting.lengths
+    for one, twin in zip(found, expected, strict=True):
+        if one.num_tokens:
+            assert_equal(one, twin)
+
+
+@pytest.mark.parametrize("changes", [{}, UP_TO_THE_STATES["rnn"]], ids=["in one call", "up to the states"])
+def test_where_nobody_asks_for_a_token_the_contexts_are_stored_and_nothing_comes(changes: dict[str, Any]) -> None:
+    drafting = Drafting(packed(drafter_of(changes)), lengths=(0, 0, 0))
+    found = drafting.runner.propose(drafting.requests((0.0, 0.9, 0.0)))
+    assert [proposal.num_tokens for proposal in found] == [0, 0, 0]
+    assert [memory.num_tokens for memory in drafting.memories] == list(CONTEXTS)
 
 
 def assert_equal(one: Proposal, twin: Proposal) -> None:
@@ -219,38 +265,51 @@ def test_a_request_drafts_the_same_alone_and_beside_others(temperature: float) -
             assert torch.equal(alone.probs, found[i].probs)
 
 
-def test_two_threads_draft_what_one_does() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"markov_head_type": "gated", "anchor_fusion": True}, NO_MARKOV, DRAWN["dflash"]],
+    ids=["gated", "no markov head", "dflash"],
+)
+def test_two_threads_draft_what_one_does(changes: dict[str, Any], on_threads: Callable[[int], None]) -> None:
     found: list[list[Proposal]] = []
     for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        drafting = Drafting(packed(drafter_of({"markov_head_type": "gated", "anchor_fusion": True})))
+        on_threads(num_threads)
+        drafting = Drafting(packed(drafter_of(changes)))
         found.append(drafting.runner.propose(drafting.requests((0.0, 0.7, 0.0))))
-    torch.set_num_threads(1)
     for one, other in zip(*found, strict=True):
-        assert torch.equal(one.token_ids, other.token_ids)
-        assert torch.equal(one.confidence_logits, other.confidence_logits)
+        for name in ("token_ids", "probs", "confidence_logits"):
+            own, theirs = getattr(one, name), getattr(other, name)
+            assert (own is None) == (theirs is None)
+            assert own is None or torch.equal(own, theirs), name
 
 
-def test_of_equal_logits_the_first_is_taken() -> None:
-    drafter = drafter_of({"architecture": "dflash", "enable_confidence_head": False} | NO_MARKOV)
-    drafter.backbone.lm_head.weight[40:] = drafter.backbone.lm_head.weight[7]
-    drafter.backbone.lm_head.weight[:40] = 0.0
-    drafter.backbone.lm_head.weight[7] = drafter.backbone.lm_head.weight[50]
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("changes", [{}, DRAWN["dflash"]], ids=["dspark", "dflash"])
+def test_of_equal_logits_the_first_is_taken(
+    changes: dict[str, Any], num_threads: int, on_threads: Callable[[int], None]
+) -> None:
+    """Those of columns 7 and 50 on, which different threads look at, are the largest or the smallest there are."""
+    on_threads(num_threads)
+    drafter = drafter_of(changes)
+    heads = [drafter.backbone.lm_head.weight] + ([drafter.markov_head.markov_w2.weight] if not changes else [])
+    for weight in heads:
+        row = weight[50].clone()
+        weight[:50], weight[50:], weight[7] = 0.0, row, row
     drafting = Drafting(packed(drafter))
-    for proposal in drafting.runner.propose(drafting.requests((0.0, 0.0, 0.0))):
-        assert set(proposal.token_ids.tolist()) <= {0, 7}
+    tokens = [proposal.token_ids.tolist() for proposal in drafting.runner.propose(drafting.requests((0.0, 0.0, 0.0)))]
+    assert set(chain.from_iterable(tokens)) <= {0, 7}
 
 
-def test_positions_behind_the_table_of_angles_are_turned_as_others() -> None:
+@pytest.mark.parametrize("num_context", [FEWEST_ANGLES - 2, FEWEST_ANGLES + 30])
+def test_positions_behind_the_table_of_angles_are_turned_as_others(num_context: int) -> None:
     drafter = packed(drafter_of({"max_position_embeddings": 4 * FEWEST_ANGLES}))
     parts = [Drafting(drafter, in_steps=True), Drafting(drafter)]
     for part in parts:
         part.runner = PagedDraftRunner(drafter, num_pages=200, page_size=4)
         part.fused = part.runner._fused
         part.runner._fused = None if part is parts[0] else part.fused
-        part.memories = [part.runner.new_memory(PageTable(range(i, 190 + i), 4)) for i in range(3)][:1] * 3
-        part.memories = [part.memories[0]]
-        features = torch.randn(FEWEST_ANGLES + 30, part._width, generator=torch.Generator().manual_seed(3)).bfloat16()
+        part.memories = [part.runner.new_memory(PageTable(range(200), 4))]
+        features = torch.randn(num_context, part._width, generator=torch.Generator().manual_seed(3)).bfloat16()
         part.runner.extend(part.memories[0], [0] * features.shape[0], features)
     steps, fused = (part.states() for part in parts)
     assert float((fused - steps).norm() / steps.norm()) < 1e-2

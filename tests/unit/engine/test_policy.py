@@ -244,3 +244,17 @@ def test_a_floor_is_verified_where_the_curve_would_not_and_weights_say_whose() -
     assert chooser.allocate(everyone, rows, prefill_tokens=0) == [2, 0]
     chooser.share = Share(floor=2, weights={-1: 4.0})
     assert chooser.allocate(everyone, rows, prefill_tokens=0) == [0, 2]
+
+
+@pytest.mark.parametrize("is_lagged", [False, True])
+def test_behind_long_contexts_draft_tokens_are_cheap_beside_the_step(is_lagged: bool) -> None:
+    curve = CostCurve((1, 256), (1.0, 154.0), (1, 8), (4.0, 4.0), context_s=1000.0)
+    drafted = {}
+    for num_stored in (0, 100):
+        asked, chooser = running(), policy(curve=curve, lagged_capacity=is_lagged)
+        asked.table.num_tokens = num_stored
+        wanted = chooser.choose([asked], prefill_tokens=0)
+        for _ in range(4):  # what is lagged goes by the steps before
+            lengths = chooser.verify_lengths([asked], [proposal(0.5, 0.5)], prefill_tokens=0)
+        drafted[num_stored] = (wanted[0] > 0, lengths)
+    assert drafted == {0: (False, [0]), 100: (True, [2])}

@@ -6,7 +6,7 @@ import pytest
 
 from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.draft_runner import NGramDraftRunner
-from dspark.engine.schedule_counts import ScheduleCounts
+from dspark.engine.schedule_counts import PredictedSeconds, ScheduleCounts
 from dspark.speculation.cost_curve import CostCurve
 from tiny_engine import PROMPTS, load, make_engine, request, run
 
@@ -31,9 +31,10 @@ def test_expected_survival_stands_beside_what_stood() -> None:
 def test_only_steps_that_a_curve_speaks_of_have_a_prediction() -> None:
     counts = ScheduleCounts()
     counts.add_step(None, 9.0, 1.0)
-    counts.add_step((0.5, 0.125), 0.75, 0.25)
+    counts.add_step(PredictedSeconds(verify_s=0.25, context_s=0.125, draft_s=0.125), 0.75, 0.25)
     assert (counts.predicted_s, counts.measured_s) == (0.5, 0.75)
     assert (counts.predicted_draft_s, counts.draft_s) == (0.125, 0.25)
+    assert counts.predicted_context_s == 0.125
 
 
 def test_an_engines_counts_agree_with_its_rounds_and_its_curve(tiny_target: Path) -> None:

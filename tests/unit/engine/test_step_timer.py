@@ -11,6 +11,7 @@ from dspark.attention.flat_batch import Piece
 from dspark.attention.page_pool import PageTable
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.paged_draft_runner import PagedDraftRunner
+from dspark.engine.step_samples import take_samples
 from dspark.engine.step_timer import NEW_TOKENS, BatchShape, StepTimer, batch_shapes, page_tables
 from dspark.engine.target_runner import TargetRunner
 from dspark.targets import TargetConfig, load_target
@@ -57,23 +58,36 @@ def test_steps_take_time_and_leave_the_tables_where_they_were(make_timer):
 
 
 @torch.inference_mode()
-def test_a_long_context_is_the_first_requests_and_only_while_it_is_timed(tiny_target):
+def test_a_long_context_is_that_of_whoever_has_room_and_only_while_it_is_timed(tiny_target):
     model: Any = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
-    tables = page_tables([60 + 4, CONTEXT + 8], PAGE_SIZE)
+    tables = page_tables([60 + 4, 60 + 4, CONTEXT + 8], PAGE_SIZE)
     target = TargetRunner(model, vocabulary_size=320, num_pages=sum(len(t.pages) for t in tables), page_size=PAGE_SIZE)
     timer = StepTimer(target, None, tables, context_tokens=CONTEXT, seed=3, long_context_tokens=60)
     alone: Any = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
     read = alone(torch.tensor([timer._ids[:64]])).logits[0, -4:]
-    tables[0].num_tokens = 60
-    paged = target.run(target.flatten([Piece(tables[0], timer._ids[60:64], num_logits=4)])).logits
-    torch.testing.assert_close(paged, read, rtol=1e-4, atol=1e-4)  # sums in another order, as above
-    tables[0].num_tokens = CONTEXT
+    assert timer.num_long == 2
+    for table in tables[:2]:
+        table.num_tokens = 60
+        paged = target.run(target.flatten([Piece(table, timer._ids[60:64], num_logits=4)])).logits
+        torch.testing.assert_close(paged, read, rtol=1e-4, atol=1e-4)  # sums in another order, as above
+        table.num_tokens = CONTEXT
     starts, run = [], target.run
     target.run = lambda batch: (starts.append([piece.start for piece in batch.pieces]), run(batch))[1]
     for is_long in (True, False):
-        assert timer.verify_s(BatchShape((4,)), is_long=is_long) > 0
-    assert starts == [[60], [CONTEXT]]
-    assert [table.num_tokens for table in tables] == [CONTEXT, CONTEXT]
+        assert timer.verify_s(BatchShape((4, 4)), is_long=is_long) > 0
+    assert starts == [[60, 60], [CONTEXT, CONTEXT]]
+    assert [table.num_tokens for table in tables] == [CONTEXT] * 3
+
+
+@pytest.mark.parametrize("long_context_tokens", [0, 2 * CONTEXT - 1])
+def test_there_is_no_long_context_that_is_hardly_longer(tiny_target, long_context_tokens):
+    """Between two that are nearly alike there is noise alone, which a slope makes large."""
+    model: Any = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
+    tables = page_tables([200], PAGE_SIZE)
+    target = TargetRunner(model, vocabulary_size=320, num_pages=len(tables[0].pages), page_size=PAGE_SIZE)
+    timer = StepTimer(target, None, tables, context_tokens=CONTEXT, seed=3, long_context_tokens=long_context_tokens)
+    assert timer.num_long == 0
+    assert take_samples(timer, [BatchShape((1,))], [], repeats=1).long is None
 
 
 def test_each_drafting_stores_the_features_of_one_round_in_those_that_are_drafted_for(make_timer):

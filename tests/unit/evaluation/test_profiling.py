@@ -7,7 +7,7 @@ import pytest
 
 from dspark.config import build_config
 from dspark.engine.step_samples import LongSamples, Samples, fit_request_s
-from dspark.engine.step_timer import BatchShape, batch_shapes
+from dspark.engine.step_timer import LONG_REQUESTS, BatchShape, batch_shapes
 from dspark.evaluation.profiling import (
     ProfileConfig,
     fingerprint_of,
@@ -41,9 +41,10 @@ class Machine:
     def __init__(self, long_context_tokens: int = 0) -> None:
         self.calls: Counter[Any] = Counter()
         self.long_context_tokens = long_context_tokens
+        self.num_long = LONG_REQUESTS if long_context_tokens else 0
 
     def verify_s(self, shape: BatchShape, *, is_long: bool = False) -> float:
-        more = (self.long_context_tokens - self.context_tokens) * 2e-6 if is_long else 0.0
+        more = shape.num_requests * (self.long_context_tokens - self.context_tokens) * 2e-6 if is_long else 0.0
         return self._first_slow((shape, is_long) if is_long else shape) * (step_s(shape, request_s=0.0005) + more)
 
     def draft_s(self, num_requests: int) -> float:
@@ -80,12 +81,13 @@ def test_the_curve_is_that_of_one_request_and_further_ones_cost_what_they_cost()
 
 
 def test_what_more_context_costs_is_measured_at_a_long_one_beside_the_short_one():
-    config = profile_config(batch_tokens=(1, 3, 16), repeats=3)
+    config = profile_config(batch_tokens=(1, 12, 16, 64), tokens_per_request=4, max_requests=4, repeats=3)
     machine = Machine(long_context_tokens=1256)
     curve = measure(machine, config).curve({})  # type: ignore[arg-type]
     assert curve.context_s == pytest.approx(0.002)
     assert curve.context_tokens == 256
-    assert machine.calls[BatchShape((3,)), True] == 4  # the size nearest to what is usually verified, in every sweep
+    # As many requests as have long contexts, with about what is usually verified of each; in every sweep.
+    assert machine.calls[BatchShape((4, 4, 4, 4)), True] == 4
     unmeasured = measure(Machine(), config).curve({})  # type: ignore[arg-type]
     assert (unmeasured.context_s, unmeasured.context_tokens) == (0.0, 256)
 
@@ -94,6 +96,12 @@ def test_context_never_costs_less_than_nothing():
     shape = BatchShape((4,))
     samples = Samples({shape: [0.1, 0.1, 0.1]}, {}, 256, LongSamples(shape, 512, [0.09, 0.3, 0.05]))
     assert samples.context_s() == 0.0
+
+
+def test_of_several_requests_each_has_the_longer_context():
+    shape = BatchShape((4, 4))
+    samples = Samples({shape: [0.1] * 3}, {}, 250, LongSamples(shape, 1250, [0.104] * 3))
+    assert samples.context_s() == pytest.approx(0.002)
 
 
 def test_a_sweep_that_was_disturbed_does_not_decide_what_a_request_costs():
@@ -128,7 +136,8 @@ def test_the_cost_of_a_request_travels_with_the_curve(tmp_path):
 def test_a_request_has_memory_for_its_longest_piece_or_for_all_that_is_drafted_behind_it():
     config = profile_config(batch_tokens=(1, 64), tokens_per_request=16, max_requests=4, context_tokens=10)
     assert request_tokens(config, None) == [10 + 64, 10 + 16, 10 + 16, 10 + 16]
-    assert request_tokens(config, None, first=100) == [100, 10 + 16, 10 + 16, 10 + 16]
+    config = profile_config(batch_tokens=(1, 80), tokens_per_request=16, max_requests=5, context_tokens=10)
+    assert request_tokens(config, None, 50) == [10 + 80, 50, 50, 50, 10 + 16]  # so many have long contexts
 
 
 def test_where_verifying_is_dear_nothing_is_drafted_however_well_it_is_accepted():

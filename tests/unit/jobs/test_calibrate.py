@@ -65,14 +65,25 @@ def test_scales_of_each_mode_are_written_for_this_drafter_and_the_report_says_wh
     assert len(rows) == 4 * NUM_PROMPTS
     report = read_json(Path(config.output) / "calibration_report.json")
     stored = Calibration.load(Path(config.drafter) / "calibration.json", drafter_sha256=report["drafter"]["sha256"])
-    assert {mode: list(scales.temperatures) for mode, scales in stored.scales.items()} == result["temperatures"]
-    assert {mode: list(scales.shifts) for mode, scales in stored.scales.items()} == result["shifts"]
-    assert {mode: len(scales) for mode, scales in stored.scales.items()} == {"greedy": 4, "sampled": 4, "seeded": 4}
+    for mode, scales in stored.scales.items():
+        assert (list(scales.temperatures), list(scales.shifts)) == (
+            result["temperatures"][mode],
+            result["shifts"][mode],
+        )
+    assert {mode: len(scales) for mode, scales in stored.scales.items()} == {"greedy": 4, "sampled": 4}
+    assert stored.for_mode("seeded") == stored.for_mode("sampled")  # too few rounds to say otherwise
     for mode, counts in result["rounds"].items():
         rounds = [r for row in rows if row["mode"].startswith(mode) for t in row["turns"] for r in t["rounds"]]
         assert counts["fit"] + counts["test"] == sum(r["num_proposed"] > 0 for r in rounds)
     assert report["modes"]["greedy"]["domains"].keys() == {"math", "chat"}
     assert stored.fitted_on["domains"] == ["chat", "math"]
+
+
+def test_rounds_enough_give_seeded_decoding_scales_of_its_own(config, monkeypatch):
+    monkeypatch.setattr(calibrate, "MIN_ROUNDS", 10)
+    calibrate.run(config)
+    stored = Calibration.load(Path(config.drafter) / "calibration.json")
+    assert stored.scales.keys() == {"greedy", "sampled", "seeded"}
 
 
 def test_samples_of_a_prompt_differ_and_propose_whole_blocks(config):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,5 +251,25 @@ def test_the_wait_for_a_draft_replica_is_no_drift_of_the_targets_steps(tiny_targ
     counts = engine.stats.schedule
     assert counts.draft_s >= runner.stats.wait_s >= 3 * 0.03
     own = (counts.measured_s - counts.draft_s) / (counts.predicted_s - counts.predicted_draft_s)
-    assert far.report(1).drift == pytest.approx(1 + NEWEST_WEIGHT * (own - 1))
-    assert near.report(1).drift == pytest.approx(1 + NEWEST_WEIGHT * (counts.measured_s / counts.predicted_s - 1))
+    drafting = counts.draft_s / counts.predicted_draft_s
+    first, other = near.report(1), far.report(1)
+    assert first.drift == other.drift == pytest.approx(1 + NEWEST_WEIGHT * (own - 1))
+    assert first.draft_drift == pytest.approx(1 + NEWEST_WEIGHT * (drafting - 1))
+    assert other.draft_drift == 1.0
+
+
+def test_what_long_contexts_add_is_in_the_drift_since_a_report_does_not_tell_them(tiny_target: Path) -> None:
+    curve = CostCurve((1, 64), (1e-3, 2e-3))
+    drifts = []
+    for context_s in (0.0, 5.0):
+        longer = replace(curve, context_s=context_s, context_tokens=1)
+        engine = make_engine(load(tiny_target), NGramDraftRunner(NGramDrafter()), curve=longer, verify_length=0)
+        meter = LoadMeter(engine, "r")
+        engine.add(request(PROMPTS[0], max_tokens=8))
+        for _ in range(6):
+            engine.step()
+        counts = engine.stats.schedule
+        assert (counts.predicted_context_s > counts.predicted_s / 2) == (context_s > 0)
+        expected = counts.measured_s / (6 * curve.verify_seconds(1))
+        drifts.append(meter.report(1).drift)
+        assert drifts[-1] == pytest.approx(1 + NEWEST_WEIGHT * (expected - 1), rel=0.2)  # the prompt is a longer step

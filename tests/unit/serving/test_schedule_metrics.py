@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dspark.drafters.ngram import NGramDrafter
 from dspark.engine.draft_runner import NGramDraftRunner
+from dspark.engine.schedule_counts import PredictedSeconds
 from dspark.serving.config import FleetConfig
 from dspark.serving.fleet_link import FleetLink
 from dspark.serving.metrics import render
@@ -30,7 +31,7 @@ def test_counts_become_a_histogram_and_counters_by_position(tiny_target: Path) -
     counts = engine.stats.schedule
     counts.add_budgets([0, 2, 2])
     counts.add_round([0.9, 0.5], 1)
-    counts.add_step((0.5, 0.2), 0.75, 0.25)
+    counts.add_step(PredictedSeconds(0.25, 0.0, 0.25), 0.75, 0.25)
     found = values(schedule_families(engine))
     within = [found[f"dspark_verify_length_bucket{le}"] for le in ("0.0", "1.0", "2.0", "+Inf")]
     assert within == [1, 1, 3, 3]

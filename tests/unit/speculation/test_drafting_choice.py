@@ -143,6 +143,13 @@ def test_the_lengths_are_those_that_allocate_gives_to_who_is_chosen(seed: int) -
     assert chosen.lengths == allocate(known, curve, draft_s=draft_s, **options)
 
 
+def test_a_floor_is_filled_by_whom_drafting_pays_for_and_keeps_nobody_from_it() -> None:
+    """Judged with the floor, two who have four slots to force would look worse than nobody who has none."""
+    survival, curve = [[0.9, 0.09], [0.9, 0.09]], CostCurve((1, 2, 3, 4, 5, 6), (0.7, 1.0, 1.3, 1.6, 1.9, 2.2))
+    assert choose_drafting(survival, curve).lengths == [1, 1]
+    assert choose_drafting(survival, curve, floor=4) == ([True, True], [2, 2])
+
+
 def test_nobody_is_drafted_for_what_there_is_no_room_to_verify() -> None:
     survival, curve = [[0.9, 0.8], [0.9, 0.8]], CostCurve((1, 16), (1.0, 1.1), (1, 2), (0.01, 0.02))
     assert choose_drafting(survival, curve, capacity=0) == ([False, False], [0, 0])
