@@ -25,7 +25,8 @@ def random_report(
         survival = tuple(itertools.accumulate(confidences, lambda a, c: a * c))
         groups.append(RequestGroup(rng.choice(tiers), 1, survival))
     curve = random_curve(rng, 16, convex=rng.random() < 0.5, buckets=rng.choice([(), (), (2, 4, 8, 16)]))
-    return ReplicaReport(name, 1, tuple(groups), name, curve, drift=rng.choice([0.8, 1.0, 1.3]))
+    drift, draft_drift = rng.choice([0.8, 1.0, 1.3]), rng.choice([0.5, 1.0, 2.0])
+    return ReplicaReport(name, 1, tuple(groups), name, curve, drift=drift, draft_drift=draft_drift)
 
 
 def requests_of(report: ReplicaReport) -> list[RequestGroup]:
@@ -40,9 +41,8 @@ def step_seconds(plan: Plan, report: ReplicaReport) -> float:
     assert report.curve is not None
     tokens = len(plan) + sum(length or 0 for length in plan) + report.prefill_tokens
     others_s = (len(plan) - 1) * report.curve.request_s
-    return report.drift * (
-        _verify_seconds(report.curve, tokens) + others_s + _draft_seconds(report.curve, drafted(plan))
-    )
+    verify_s = report.drift * (_verify_seconds(report.curve, tokens) + others_s)
+    return verify_s + report.draft_drift * _draft_seconds(report.curve, drafted(plan))
 
 
 @lru_cache(maxsize=4096)

@@ -62,8 +62,6 @@ class Draws:
 
     def proposals(self, confidence_logits: Tensor | None = None) -> list[Proposal]:
         """One per request, as long as it asked for. confidence_logits: [R, l] float32."""
-        if not self._columns:  # nobody asked for a token
-            return [Proposal.nothing(self._d2t.device) for _ in self._requests]
         columns, token_ids = torch.stack(self._columns, dim=1), torch.stack(self.token_ids, dim=1)
         probs = dict(zip(self._sampled, torch.stack(self._probs, dim=1), strict=True)) if self._sampled else {}
         confidences = None if confidence_logits is None else confidence_logits.cpu()  # where they are weighed

@@ -143,10 +143,14 @@ class PagedAutoregressiveRunner:
             return []
         for request in requests:
             check_length(request.max_tokens, self.block_size)
+        memories: list[AutoregressiveMemory] = [request.memory for request in requests]
+        if not any(request.max_tokens for request in requests):
+            for memory in memories:
+                self.store(memory)
+            return [Proposal.nothing(self._device) for _ in requests]
         if self._fused is not None and self._fused.draws(requests):
             return self._propose_fused(self._fused, requests)
         draws = Draws(requests, self._backbone.d2t, vocab_size=self._vocab_size)
-        memories: list[AutoregressiveMemory] = [request.memory for request in requests]
         passes = self._chain(memories, draws) if self._num_modules == 1 else self._modules(memories, draws)
         for _, states in zip(range(draws.num_slots), passes, strict=False):
             draws.draw(self._backbone.base_logits(self._backbone.head_inputs(states)))

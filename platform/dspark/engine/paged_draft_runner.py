@@ -124,9 +124,11 @@ class PagedDraftRunner:
         for request in requests:
             check_length(request.max_tokens, self.block_size)
         num_slots = max(request.max_tokens for request in requests)
-        if self._fused is not None:
+        if self._fused is not None and num_slots:
             return self._propose_fused(self._fused, requests, num_slots)
         self._store([request.memory for request in requests if request.memory.pending.num_rows])
+        if not num_slots:
+            return [Proposal.nothing(self._device) for _ in requests]
         return self._draw(requests, self._block_states(requests)[:, :num_slots])
 
     def _propose_fused(self, fused: FusedDrafter, requests: Sequence[DraftRequest], num_slots: int) -> list[Proposal]:

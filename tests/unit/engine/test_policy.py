@@ -1,5 +1,6 @@
 """Who is drafted for and how much is verified: fixed lengths, what pays, probes, and what is learnt from verdicts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,12 +249,13 @@ def test_a_floor_is_verified_where_the_curve_would_not_and_weights_say_whose() -
 
 @pytest.mark.parametrize("is_lagged", [False, True])
 def test_behind_long_contexts_draft_tokens_are_cheap_beside_the_step(is_lagged: bool) -> None:
-    curve = CostCurve((1, 256), (1.0, 154.0), (1, 8), (4.0, 4.0), context_s=1000.0)
-    drafted = {}
+    verifying = CostCurve((1, 256), (1.0, 154.0), context_s=1000.0)
+    drafting = replace(verifying, draft_requests=(1, 8), draft_s=(4.0, 4.0))
+    prior, drafted = PriorEstimate() if is_lagged else None, {}
     for num_stored in (0, 100):
-        asked, chooser = running(), policy(curve=curve, lagged_capacity=is_lagged)
+        asked, chooser = running(), policy(curve=verifying, lagged_prior=prior)
         asked.table.num_tokens = num_stored
-        wanted = chooser.choose([asked], prefill_tokens=0)
+        wanted = policy(curve=drafting, lagged_prior=prior).choose([asked], prefill_tokens=0)
         for _ in range(4):  # what is lagged goes by the steps before
             lengths = chooser.verify_lengths([asked], [proposal(0.5, 0.5)], prefill_tokens=0)
         drafted[num_stored] = (wanted[0] > 0, lengths)

@@ -29,7 +29,8 @@ class Fleet:
         self.engines, self.links = engines, []
         for number, engine in enumerate(engines):
             meter = LoadMeter(engine, str(number))
-            meter._counters = lambda: {"steps": 0, "seconds": 0, "read": 0, "predicted_s": 0, "measured_s": 0}
+            nothing = dict.fromkeys(meter._counters(), 0.0)
+            meter._counters = lambda nothing=nothing: nothing
             self.links.append(FleetLink(config, report=meter.report, connect=self.connect, clock=lambda: self.now))
 
     def connect(self, config: FleetConfig) -> Any:
