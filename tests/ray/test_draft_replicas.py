@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,14 +40,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
     )
 
 
+def deployed(config: ServeConfig, user_config: dict[str, Any] | None = None) -> Any:
+    assert config.draft_replicas is not None
+    drafts = draft_deployment(config.draft_replicas).options(health_check_period_s=1, user_config=user_config)
+    target = target_deployment(config).options(num_replicas=2, user_config=user_config)
+    return serve.run(target.bind(config, drafts.bind(config)), name="drafts", route_prefix=None)
+
+
 @pytest.fixture(scope="module")
 def targets(config: ServeConfig) -> Iterator[Any]:
     start_local_cluster()
     serve.start(proxy_location="Disabled")
-    assert config.draft_replicas is not None
-    drafts = draft_deployment(config.draft_replicas).options(health_check_period_s=1)
-    target = target_deployment(config).options(num_replicas=2)
-    yield serve.run(target.bind(config, drafts.bind(config)), name="drafts", route_prefix=None)
+    yield deployed(config)
     serve.shutdown()
 
 
@@ -155,3 +160,30 @@ def test_after_that_no_context_stays_open(targets: Any) -> None:
         return of_drafts()["contexts"] == 0
 
     assert wait_for(is_empty, seconds=30)
+
+
+def test_another_drafter_is_taken_over_amid_streams_by_targets_and_draft_replica(
+    targets: Any, config: ServeConfig, tmp_path: Path
+) -> None:
+    other = make_tiny_drafter(tmp_path / "other", config.target.name, num_layers=2)
+    before = {**replicas_of("TargetReplica"), **replicas_of("DraftReplica")}.keys()
+    plain = asyncio.run(answers(targets, "d", 6, max_tokens=LONG, verify_length=0))
+
+    async def changed() -> list[list[int]]:
+        tasks = [ask(targets, f"d{'x' * k}", max_tokens=LONG) for k in range(6)]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(deployed, config, {"drafter": str(other)})
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(changed()) == plain
+
+    def is_drafted_with() -> bool:
+        asyncio.run(answers(targets, "e", 4))
+        return all(
+            one["dspark_draft_link_up"] == 1 and one["dspark_drafted_tokens_total"] > 0 for one in figures(targets)
+        )
+
+    assert wait_for(is_drafted_with, seconds=60)
+    found = of_drafts()
+    assert (found["swaps_done"], found["swaps_refused"]) == (1, 0)
+    assert {**replicas_of("TargetReplica"), **replicas_of("DraftReplica")}.keys() == before  # nobody started anew

@@ -13,7 +13,7 @@ from dspark.speculation.cost_curve import CostCurve
 from dspark.speculation.drafting_choice import choose_drafting
 from dspark.speculation.quick_scheduler import FixedLengths
 
-PROBE_SHARE = 0.005  # of the time of the steps in which somebody waits to be probed: features are stored before
+PROBE_SHARE = 0.0025  # of the time of the steps in which somebody waits to be probed: features are stored before
 LEFT_IN_PEACE = 3  # steps of the same requests after one that drafted for none: what is expected of them hardly changes
 MOST_PROBED = 2  # at once: a pass of the drafter costs nearly the same for one as for a few
 HOPE = 0.9  # conditional acceptance of a request that would be worth finding

@@ -1,6 +1,8 @@
 """The way to a draft replica, for an engine that is about to be made."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -16,12 +18,13 @@ from dspark.provenance import read_json
 
 @dataclass(frozen=True)
 class RemoteDrafts:
-    """name: of the engine, one for its whole life. stats: what becomes of it, read by whoever made this."""
+    """name: of whoever makes engines. stats: what becomes of them, read by whoever made this."""
 
     link: DraftLink
     name: str
     config: RemoteDraftConfig
     stats: RemoteDraftStats = field(default_factory=RemoteDraftStats)
+    _numbers: Iterator[int] = field(default_factory=count, repr=False)
 
     def runner(
         self, folder: str, *, identity: str, engine: EngineConfig, dtype: torch.dtype, device: torch.device
@@ -50,7 +53,7 @@ class RemoteDrafts:
             drafter,
             self.link,
             store,
-            name=self.name,
+            name=f"{self.name}/{next(self._numbers)}",  # another engine's contexts have the same handles
             identity=identity,
             device=device,
             config=self.config,

@@ -110,7 +110,8 @@ class ScalingConfig(Config):
 
 
 class HotConfig(Config):
-    """`user_config` of TargetReplica: what may change while replicas run. Where there is none, `args` count."""
+    """`user_config` of TargetReplica, and of DraftReplica where there are any: what may change while replicas run.
+    Where there is none, `args` count."""
 
     drafter: str | None
     """As `args.drafter`; a folder by its absolute path. Whoever runs goes on with it; one that was not trained for the

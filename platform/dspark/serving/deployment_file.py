@@ -5,7 +5,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from dspark.config import Config
+from dspark.engine.drafter_folder import WITHOUT_FOLDER
 from dspark.serving.config import HotConfig, ServeConfig
+from dspark.storage import absolute
 
 
 class HttpOptions(Config):
@@ -96,8 +98,8 @@ class DeploymentOptions(Config):
     def _check_replicas(self) -> Self:
         if self.autoscaling_config is not None and "num_replicas" in self.model_fields_set:
             raise ValueError(f"{self.name}: num_replicas and autoscaling_config exclude each other; leave one out")
-        if self.user_config is not None and self.name != "TargetReplica":
-            raise ValueError(f"{self.name}: user_config has no effect; it is for TargetReplica")
+        if self.user_config is not None and self.name == "Ingress":
+            raise ValueError(f"{self.name}: user_config has no effect; it is for TargetReplica and DraftReplica")
         return self
 
 
@@ -157,7 +159,19 @@ class ApplicationOptions(Config):
         is_deployed = any(deployment.name == "DraftReplica" for deployment in self.deployments)
         if is_deployed and self.args.draft_replicas is None:
             raise ValueError("DraftReplica is among the deployments, but args.draft_replicas is not set; add it: {}")
+        target, drafts = self._drafter_of("TargetReplica"), self._drafter_of("DraftReplica")
+        if self.args.draft_replicas is not None and target not in (*WITHOUT_FOLDER, drafts):
+            raise ValueError(
+                f"TargetReplica goes by the drafter {target}, DraftReplica by {drafts}: nothing would be drafted; name "
+                "one in the user_config of both"
+            )
         return self
+
+    def _drafter_of(self, deployment: str) -> str | None:
+        """Its folder as an absolute path, or one of WITHOUT_FOLDER."""
+        hot = next((one.user_config for one in self.deployments if one.name == deployment), None)
+        drafter = self.args.drafter if hot is None else hot.drafter
+        return drafter if drafter is None or drafter in WITHOUT_FOLDER else absolute(drafter)
 
     @model_validator(mode="after")
     def _check_scaling_to_zero(self) -> Self:

@@ -12,16 +12,18 @@ import time
 import uuid
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import ray
 
+from dspark.config import build_config
 from dspark.engine.draft_loading import load_draft_server
 from dspark.engine.draft_messages import DraftAnswer, DraftMessage
 from dspark.engine.draft_server import DraftServer
-from dspark.engine.drafter_folder import DRAFTER_FILES, is_drafter_folder
+from dspark.engine.drafter_folder import DRAFTER_FILES, WITHOUT_FOLDER, is_drafter_folder
 from dspark.errors import DsparkError, one_line
-from dspark.serving.config import ServeConfig
+from dspark.serving.config import HotConfig, ServeConfig
 from dspark.serving.draft_inputs import DraftInputs
 from dspark.serving.scheduler_actor import offer_drafter
 from dspark.transfer import local_folder
@@ -139,29 +141,61 @@ class DraftReplica:
     def __init__(self, config: ServeConfig) -> None:
         settings = config.draft_replicas
         assert settings is not None, "a draft replica is deployed only where draft_replicas are configured"
-        folder = str(config.drafter)
+        self._config, self._settings, self._drafter = config, settings, str(config.drafter)
         self._loop: DraftLoop | None = None
         self._stopping = threading.Event()
         self._num_invalid = 0
-        if not is_drafter_folder(folder):
-            self._nothing = f"no trained drafter at {folder}; train one with python jobs/train.py"
+        self._swaps = {"done": 0, "refused": 0}
+        if is_drafter_folder(self._drafter):
+            self._use(*self._load(self._drafter))
+        else:
+            self._nothing = f"no trained drafter at {self._drafter}; train one with python jobs/train.py"
             log.warning("%s: this draft replica drafts nothing", self._nothing)
-            return
-        server = load_draft_server(config.target, folder, config=settings.contexts, num_threads=settings.threads)
-        self._inputs = DraftInputs.of(local_folder(folder, DRAFTER_FILES))
-        self._loop = DraftLoop(server)
-        self._loop.start()
         if config.fleet.enabled and ray.is_initialized():
             threading.Thread(target=self._offer, args=(config,), name="offers", daemon=True).start()
-        log.info("drafting for %s with %s", config.target.name, folder)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's name for a change of the deployment file's `user_config`, a HotConfig, while the replica runs.
+
+        Another drafter is loaded beside the one that drafts, then takes its place. Engines that go on with the one
+        before decode plainly until they have changed as well. One that does not fit is refused: the log and `figures`
+        say so, and all goes on with the one before.
+        """
+        named = str(user_config.get("drafter"))
+        if named == self._drafter:
+            return
+        try:
+            drafter = build_config(HotConfig, user_config, source="user_config").drafter
+            if drafter in WITHOUT_FOLDER:
+                raise ValueError("a draft replica drafts with a trained drafter; name its folder")
+            loop, inputs = await asyncio.to_thread(self._load, str(drafter))
+        except Exception as error:  # whatever it is: one that leaves here ends this replica, and the next one as well
+            self._swaps["refused"] += 1
+            log.error("drafter %s is refused, %s goes on: %s", named, self._drafter, one_line(error))
+            return
+        before, self._drafter = self._loop, str(drafter)
+        self._use(loop, inputs)
+        self._swaps["done"] += 1
+        if before is not None:
+            await asyncio.to_thread(before.stop)
+
+    def _load(self, folder: str) -> tuple[DraftLoop, DraftInputs]:
+        """Raises: what `load_draft_server` does."""
+        target, settings = self._config.target, self._settings
+        server = load_draft_server(target, folder, config=settings.contexts, num_threads=settings.threads)
+        return DraftLoop(server), DraftInputs.of(local_folder(folder, DRAFTER_FILES))
+
+    def _use(self, loop: DraftLoop, inputs: DraftInputs) -> None:
+        loop.start()
+        self._loop, self._inputs = loop, inputs
+        log.info("drafting for %s with %s", self._config.target.name, self._drafter)
 
     def _offer(self, config: ServeConfig) -> None:
         """Tell the fleet scheduler again and again what this replica can do; it may be missing in any way."""
-        assert self._loop is not None
         name = uuid.uuid4().hex
         while not self._stopping.wait(config.fleet.lease_ttl_s / OFFERS_PER_LEASE):
             try:
-                supply = self._loop.server.calls.supply()
+                supply = None if self._loop is None else self._loop.server.calls.supply()
                 if supply is not None:
                     offer_drafter(config.fleet, name, supply)
             except Exception as error:
@@ -181,12 +215,14 @@ class DraftReplica:
         return replace(answer, refusal=answer.refusal or f"the draft replica refuses this engine's message: {problem}")
 
     async def figures(self) -> dict[str, float]:
-        """Counters of `DraftServerStats`, messages that do not fit the drafter, contexts kept and free pages."""
+        """Drafters that took another's place or were refused, messages that do not fit the drafter; of the present one
+        the counters of `DraftServerStats`, contexts kept and free pages."""
+        own: dict[str, float] = {f"swaps_{outcome}": number for outcome, number in self._swaps.items()}
+        own["invalid"] = self._num_invalid
         if self._loop is None:
-            return {}
+            return own
         server = self._loop.server
-        state = {"invalid": self._num_invalid, "contexts": server.num_contexts, "pages_free": server.pool.num_free}
-        return asdict(server.stats) | state
+        return asdict(server.stats) | own | {"contexts": server.num_contexts, "pages_free": server.pool.num_free}
 
     async def check_health(self) -> None:
         """Raises: DraftReplicaStopped when nothing is drafted any more; Serve then replaces the replica."""

@@ -167,8 +167,9 @@ class TargetReplica:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's name for a change of the deployment file's `user_config`, a HotConfig, while the replica runs.
 
-        Streams pause until another drafter is loaded, and go on with it. One that does not fit is refused: the log and
-        /metrics say so, and all goes on with the one before.
+        Streams pause until another drafter is loaded, and go on with it; one that draft replicas run is drafted with as
+        soon as these have it, too. One that does not fit is refused: the log and /metrics say so, and all goes on with
+        the one before.
         """
         named = str(user_config.get("drafter"))
         made: list[LoadedEngine] = []
@@ -181,8 +182,6 @@ class TargetReplica:
             drafter = build_config(HotConfig, user_config, source="user_config").drafter
             if drafter == self._drafter:
                 return
-            if self._remote is not None:
-                raise ValueError("draft replicas have their own; change args.drafter and deploy anew")
             self._closed_loop.pause()
             await self._loop.replace_engine(make)
         except Exception as error:  # whatever it is: one that leaves here ends this replica, and the next one as well

@@ -25,6 +25,7 @@ from dspark.speculation.measured_table import check_sizes, check_table, interpol
 from dspark.storage import Location, locate
 
 SMALLEST_LOOKUP = 256
+LARGEST_LOOKED_UP = 1023  # tokens: of a long prompt the table would take longer than it saves
 DRAFT_SHARE = 0.25  # of a target's step, where nothing is known of the drafter's
 PROFILE_REMEDY = "run jobs/profile_engine.py on this machine"
 
@@ -114,6 +115,8 @@ class CostCurve:
 
     def smooth_verify_seconds(self, tokens: float) -> float:
         """The same without buckets: interpolated, the first value below the table, the last slope beyond it."""
+        if isinstance(tokens, int) and 0 <= tokens <= LARGEST_LOOKED_UP:
+            return self.lookup.verifying(tokens)[0][tokens]
         return float(self.smooth_verify_array(np.float64(tokens)))
 
     def smooth_verify_array(self, tokens: NDArray[Any] | np.float64) -> NDArray[np.float64]:
@@ -122,9 +125,7 @@ class CostCurve:
 
     def draft_seconds(self, requests: int) -> float:
         """Seconds to draft a block for so many requests; 0 for none, or where drafting costs no measured time."""
-        if requests == 0 or not self.draft_requests:
-            return 0.0
-        return float(interpolated(np.float64(requests), self.draft_requests, self.draft_s))
+        return self.lookup.drafting(requests)[requests]
 
     def with_guessed_drafting(self, others: Sequence["CostCurve"]) -> "CostCurve":
         """This curve, with drafting as dear beside a step of few tokens as in the most similar of other curves.

@@ -48,6 +48,23 @@ def test_the_autoscaling_file_is_the_colocated_one_but_for_how_many_there_are() 
     assert _resolve_policy_callable(config.policy).__class__.__name__ == HeadroomPolicy.__name__
 
 
+def test_target_and_draft_replicas_change_to_the_same_drafter() -> None:
+    def changed(**drafters: str) -> Any:
+        made = content()
+        for one in made["applications"][0]["deployments"]:
+            if one["name"] in drafters:
+                one["user_config"] = {"drafter": drafters[one["name"]]}
+        return made
+
+    build_config(DeploymentFile, changed(TargetReplica="runs/new", DraftReplica=str(Path("runs/new").resolve())))
+    build_config(DeploymentFile, changed(TargetReplica="ngram"))
+    for drafters in ({"TargetReplica": "runs/new"}, {"DraftReplica": "runs/new"}):
+        with pytest.raises(ValueError, match="nothing would be drafted; name one in the user_config of both"):
+            build_config(DeploymentFile, changed(**drafters))
+    with pytest.raises(ValueError, match="Ingress: user_config has no effect"):
+        build_config(DeploymentFile, changed(Ingress="runs/new"))
+
+
 def scaled_content(**changes: Any) -> Any:
     changed = yaml.safe_load((ROOT / "deployments" / AUTOSCALING).read_text())
     changed["applications"][0]["deployments"][1]["autoscaling_config"] |= changes

@@ -11,11 +11,14 @@ from torch import randn
 
 from draft_pool import IDENTITY, make_server
 from dspark.engine.draft_messages import ContextPart, DraftAnswer, DraftAsk, DraftMessage, to_array
+from dspark.engine.drafter_folder import draft_identity
 from dspark.serving.config import ServeConfig
 from dspark.serving.draft_replica import DraftLoop, DraftReplica, DraftReplicaStopped
+from dspark.targets import TargetConfig
 from random_drafter import random_drafter
 from tiny_drafter import make_tiny_drafter
 from tiny_serving import serve_config
+from tiny_target import make_tiny_target
 
 
 @pytest.fixture
@@ -106,6 +109,72 @@ def test_a_replica_answers_and_its_figures_tell_of_it(tiny_target: Path, tmp_pat
     threads = [thread for thread in threading.enumerate() if thread.name == "drafts"]
     replica.close()
     assert not any(thread.is_alive() for thread in threads)
+
+
+def hello(drafter: Path, target: Path) -> DraftMessage:
+    """What an engine with this drafter says first."""
+    identity = draft_identity(drafter, TargetConfig(name=str(target), dtype="float32", device="cpu"))
+    nothing = to_array(randn(0, 0))
+    return replace(message("engine"), identity=identity, parts=(), asks=(), features=nothing)
+
+
+@pytest.fixture(scope="module")
+def drafters(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("drafters")
+    return [make_tiny_drafter(folder / name, tiny_target, num_layers=n) for n, name in enumerate(("one", "two"), 1)]
+
+
+async def serving(replica: DraftReplica, drafters: list[Path], target: Path) -> list[bool]:
+    """Whether engines with each of the drafters are heard."""
+    return [(await replica.draft(hello(drafter, target))).refusal is None for drafter in drafters]
+
+
+def test_another_drafter_takes_the_place_of_the_present_one(tiny_target: Path, drafters: list[Path]) -> None:
+    replica = DraftReplica(config_of(tiny_target, drafters[0]))
+
+    async def change() -> None:
+        assert await serving(replica, drafters, tiny_target) == [True, False]
+        for _ in range(2):
+            await replica.reconfigure({"drafter": str(drafters[1])})
+            assert await serving(replica, drafters, tiny_target) == [False, True]
+        await replica.check_health()
+        figures = await replica.figures()
+        assert (figures["swaps_done"], figures["swaps_refused"]) == (1, 0)
+
+    asyncio.run(change())
+    assert sum(thread.name == "drafts" for thread in threading.enumerate()) == 1
+    replica.close()
+
+
+@pytest.mark.parametrize("kind", ["another target", "missing", "misspelt", "ngram"])
+def test_a_drafter_that_does_not_fit_is_refused_and_the_present_one_stays(
+    tiny_target: Path, drafters: list[Path], tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "drafter"
+    if kind == "another target":
+        make_tiny_drafter(other, make_tiny_target(tmp_path / "target", seed=1))
+    replica = DraftReplica(config_of(tiny_target, drafters[0]))
+    user_config = {"misspelt": {"draftr": "x"}, "ngram": {"drafter": "ngram"}}.get(kind, {"drafter": str(other)})
+
+    async def change() -> None:
+        await replica.reconfigure(user_config)
+        assert await serving(replica, drafters, tiny_target) == [True, False]
+        assert (await replica.figures())["swaps_refused"] == 1
+
+    asyncio.run(change())
+    assert f"is refused, {drafters[0]} goes on" in caplog.text
+    replica.close()
+
+
+def test_a_drafter_may_come_later(tiny_target: Path, drafters: list[Path], tmp_path: Path) -> None:
+    replica = DraftReplica(config_of(tiny_target, tmp_path / "nothing"))
+
+    async def change() -> None:
+        await replica.reconfigure({"drafter": str(drafters[0])})
+        assert await serving(replica, drafters, tiny_target) == [True, False]
+
+    asyncio.run(change())
+    replica.close()
 
 
 def test_without_a_trained_drafter_it_starts_and_says_why_it_drafts_nothing(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dspark.errors import MissingInput
 from dspark.provenance import read_json, write_json
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint, isotonic
+from dspark.speculation.measured_table import interpolated
 
 CURVE = CostCurve((1, 2, 4), (1.0, 1.5, 3.5), (1, 4), (0.1, 0.7), fingerprint={"device": "cpu", "torch": "2"})
 
@@ -206,3 +207,13 @@ def test_drafting_that_cannot_be_measured_is_as_dear_beside_a_step_as_on_the_mos
 def test_without_another_curve_drafting_takes_a_share_of_a_step() -> None:
     guessed = CostCurve((1, 8), (2.0, 4.0)).with_guessed_drafting([])
     assert [guessed.draft_seconds(number) for number in (0, 1, 8)] == [0.0, 0.5, 1.0]
+
+
+def test_looked_up_seconds_are_those_between_the_points() -> None:
+    curve = CostCurve((2, 8, 64), (1.0, 1.7, 4.1), (2, 8), (0.2, 0.5), buckets=(4, 16))
+    for tokens in (0, 1, 2, 3, 7, 8, 40, 64, 100, 1023, 1024, 5000):
+        expected = float(interpolated(np.float64(tokens), curve.batch_tokens, curve.verify_s))
+        assert curve.smooth_verify_seconds(tokens) == pytest.approx(expected, rel=1e-12)
+        assert curve.smooth_verify_seconds(float(tokens)) == pytest.approx(expected, rel=1e-12)
+    assert [curve.draft_seconds(n) for n in (0, 1, 5, 8, 10)] == pytest.approx([0.0, 0.2, 0.35, 0.5, 0.6])
+    assert CostCurve((1,), (1.0,)).draft_seconds(7) == 0.0
