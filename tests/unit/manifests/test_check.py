@@ -22,7 +22,11 @@ from dspark.manifests.surroundings import Surroundings
 ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "k8s"
 OVERLAYS = ("kind", "gpu", "autoscaling", "gcs-fault-tolerance")
-REMOVED = object()
+
+
+class REMOVED:
+    """In the place of a value: the field is left out. A class, since its name is the same in every process."""
+
 
 SERVICE, TRAIN, DATA = ("RayService", "dspark"), ("RayJob", "dspark-train"), ("RayJob", "dspark-data")
 EVALUATE, WORKBENCH = ("RayJob", "dspark-evaluate"), ("RayCluster", "dspark-workbench")
