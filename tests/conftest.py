@@ -25,9 +25,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_target(tmp_path_factory.mktemp("tiny_target"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Where tests run in several processes, those of a cluster share one of these."""
-    for item in items:
-        if item.get_closest_marker("ray") or item.get_closest_marker("e2e"):
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+    if item.get_closest_marker("ray") or item.get_closest_marker("e2e"):
+        item.add_marker(pytest.mark.xdist_group("cluster"))
