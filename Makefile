@@ -13,7 +13,7 @@ install: .venv/.installed-base
 
 # Two processes: one for all that needs a Ray cluster (tests/conftest.py), one for the rest.
 test: .venv/.installed-dev
-	.venv/bin/pytest -n 2 --dist loadgroup $(ARGS)
+	.venv/bin/pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check .

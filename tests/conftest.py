@@ -13,6 +13,7 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)  # a developer's own cluster is not for tests
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,14 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_target(tmp_path_factory.mktemp("tiny_target"))
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Where tests run in several processes, those of a cluster share one of these."""
-    if item.get_closest_marker("ray") or item.get_closest_marker("e2e"):
-        item.add_marker(pytest.mark.xdist_group("cluster"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run in several processes: a file in one of them, and all files that need a cluster in the same one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "cluster" if file.startswith(("tests/ray/", "tests/e2e/")) else file
+
+    return ByFile(config, log)
