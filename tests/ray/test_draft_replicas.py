@@ -41,9 +41,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
 
 
 def deployed(config: ServeConfig, user_config: dict[str, Any] | None = None) -> Any:
+    """With one version, as a deployment file has it whose `user_config` alone is changed: nobody starts anew."""
     assert config.draft_replicas is not None
-    drafts = draft_deployment(config.draft_replicas).options(health_check_period_s=1, user_config=user_config)
-    target = target_deployment(config).options(num_replicas=2, user_config=user_config)
+    options: dict[str, Any] = {"user_config": user_config, "version": "1", "_internal": True}
+    drafts = draft_deployment(config.draft_replicas).options(health_check_period_s=1, **options)
+    target = target_deployment(config).options(num_replicas=2, **options)
     return serve.run(target.bind(config, drafts.bind(config)), name="drafts", route_prefix=None)
 
 
@@ -186,4 +188,4 @@ def test_another_drafter_is_taken_over_amid_streams_by_targets_and_draft_replica
     assert wait_for(is_drafted_with, seconds=60)
     found = of_drafts()
     assert (found["swaps_done"], found["swaps_refused"]) == (1, 0)
-    assert {**replicas_of("TargetReplica"), **replicas_of("DraftReplica")}.keys() == before  # nobody started anew
+    assert {**replicas_of("TargetReplica"), **replicas_of("DraftReplica")}.keys() == before

@@ -187,7 +187,7 @@ def test_a_budget_that_never_pays_is_no_budget(model, continuations):
 
 def test_a_drafter_that_fails_is_left_alone_but_tried_again(model, continuations):
     wrong = scripted(continuations, num_right=0)
-    curve = CostCurve((1, 256), (1.0, 20.0))
+    curve = CostCurve((1, 256), (1.0, 8.0))
     engine = make_engine(model, wrong, curve=curve, probe_every=6)
     run(engine, requests(max_tokens=200))
     share = engine.stats.drafted / engine.stats.decodes

@@ -64,7 +64,7 @@ def test_an_adopted_drafter_is_profiled_calibrated_and_serves_losslessly(content
     monkeypatch.setattr(evaluate, "_results", _in_this_process)
     calibration = {"output": str(tmp_path / "calibration"), "prompts": prompts, "max_new_tokens": 12}
     calibrate.run(build_config(CalibrateConfig, shared | calibration))
-    assert set(Calibration.load(Path(drafter) / "calibration.json").scales) == {"greedy", "sampled", "seeded"}
+    assert set(Calibration.load(Path(drafter) / "calibration.json").scales) == {"greedy", "sampled"}
 
     target = build_config(TargetConfig, content["target"])
     loaded = load_engine(target, drafter, config=EngineConfig(page_size=4, kv_tokens=2048), num_threads=1)
