@@ -149,7 +149,8 @@ def _mode_report(
             raise DsparkError(f"no round to {side} on in mode {mode!r}: {reason}; give more prompts")
     if report["rounds"]["fit"] < MIN_ROUNDS:
         found = report["rounds"]["fit"]
-        log.warning("mode %s: %d rounds to fit on, %d needed; confidences stay as they are", mode, found, MIN_ROUNDS)
+        stay = "it goes by the scales of sampled" if mode == "seeded" else "confidences stay as they are"
+        log.warning("mode %s: %d rounds to fit on, %d needed; %s", mode, found, MIN_ROUNDS, stay)
     return report | {"failed": failed}
 
 

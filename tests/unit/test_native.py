@@ -1,6 +1,7 @@
 """The CPU kernels are built once, by one process, and their absence costs speed only."""
 
 import logging
+import os
 import re
 import shutil
 import threading
@@ -72,7 +73,9 @@ def test_of_what_the_compiler_wrote_the_log_shows_the_error(tmp_path, monkeypatc
     assert "(a.h:3: error: no such type)" in caplog.text
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None or os.environ.get(native.SWITCH) == "0", reason="there is no compiler, or they are off"
+)
 def test_they_are_built_where_there_is_a_compiler() -> None:
     """Without them every test of theirs would be skipped, and no other fail."""
     assert native.kernels() is not None

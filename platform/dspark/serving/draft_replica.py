@@ -162,10 +162,10 @@ class DraftReplica:
         say so, and all goes on with the one before.
         """
         named = str(user_config.get("drafter"))
-        if named == self._drafter:
-            return
         try:
             drafter = build_config(HotConfig, user_config, source="user_config").drafter
+            if drafter == self._drafter and self._loop is not None:
+                return
             if drafter in WITHOUT_FOLDER:
                 raise ValueError("a draft replica drafts with a trained drafter; name its folder")
             loop, inputs = await asyncio.to_thread(self._load, str(drafter))

@@ -1,6 +1,7 @@
 """A draft replica around its thread: what waits is drafted together, what is late is not, and failures are told."""
 
 import asyncio
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -166,11 +167,14 @@ def test_a_drafter_that_does_not_fit_is_refused_and_the_present_one_stays(
     replica.close()
 
 
-def test_a_drafter_may_come_later(tiny_target: Path, drafters: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_there", [False, True], ids=["elsewhere", "where it was missed"])
+def test_a_drafter_may_come_later(tiny_target: Path, drafters: list[Path], tmp_path: Path, is_there: bool) -> None:
     replica = DraftReplica(config_of(tiny_target, tmp_path / "nothing"))
+    if is_there:
+        shutil.copytree(drafters[0], tmp_path / "nothing")
 
     async def change() -> None:
-        await replica.reconfigure({"drafter": str(drafters[0])})
+        await replica.reconfigure({"drafter": str(tmp_path / "nothing" if is_there else drafters[0])})
         assert await serving(replica, drafters, tiny_target) == [True, False]
 
     asyncio.run(change())
