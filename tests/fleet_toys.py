@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.drafting_choice import DEAR_SLOTS
 from dspark.speculation.fleet import DraftSupply, ReplicaReport, RequestGroup, Share
 from scheduling_toys import random_curve
 
@@ -86,30 +87,25 @@ def every_plan(report: ReplicaReport) -> list[Plan]:
 
 
 def best_by_brute_force(
-    reports: Sequence[ReplicaReport],
-    supply: DraftSupply,
-    minimum: Mapping[int, float] | None = None,
-    *,
-    plans_of: Callable[[ReplicaReport], list[Plan]] = every_plan,
+    reports: Sequence[ReplicaReport], supply: DraftSupply, minimum: Mapping[int, float] | None = None
 ) -> float:
     """The highest total worth of all plans of all replicas that the drafters can serve."""
-    return _best(reports, supply, lambda plan, report: worth(plan, report, minimum or {}), plans_of)
+    return _best(reports, supply, lambda plan, report: worth(plan, report, minimum or {}))
 
 
 def least_shortfall(reports: Sequence[ReplicaReport], supply: DraftSupply, minimum: Mapping[int, float]) -> float:
     """What tiers must miss, whatever is done."""
-    return -_best(reports, supply, lambda plan, report: -shortfall(plan, report, minimum), every_plan)
+    return -_best(reports, supply, lambda plan, report: -shortfall(plan, report, minimum))
 
 
 def _best(
     reports: Sequence[ReplicaReport],
     supply: DraftSupply,
     score: Callable[[Plan, ReplicaReport], float],
-    plans_of: Callable[[ReplicaReport], list[Plan]],
 ) -> float:
     total, used = np.zeros(1), np.zeros(1)
     for report in reports:
-        plans = plans_of(report)
+        plans = every_plan(report)
         total = np.add.outer(total, [score(plan, report) for plan in plans]).ravel()
         used = np.add.outer(used, [use(plan, report, supply) for plan in plans]).ravel()
         order = np.lexsort((-total, used))
@@ -121,7 +117,7 @@ def _best(
 
 
 def followed(share: Share, report: ReplicaReport) -> Plan:
-    """The plan of the highest weighted rate within a share, requests and slots being taken in the local order."""
+    """The plan of the highest weighted rate within a share, requests being taken in the orders of the local rule."""
     weights = [share.weights.get(one.tier, 1.0) for one in requests_of(report)]
     plans = [plan for plan in ranked_plans(report, weights) if is_within(share, plan)]
     floor = min(share.floor, max(map(num_verified, plans)))
@@ -134,25 +130,33 @@ def followed(share: Share, report: ReplicaReport) -> Plan:
 
 
 def ranked_plans(report: ReplicaReport, weights: Sequence[float] | None = None) -> list[Plan]:
-    """Every number of requests drafted for, by hope, and of their slots, by weighted survival."""
+    """Every number of requests drafted for, by hope at several prices, and of their slots, by weighted survival."""
     requests = requests_of(report)
     weights = [1.0] * len(requests) if weights is None else weights
+    plans: dict[Plan, None] = {}
+    for order in _orders(report, requests, weights):
+        for number in range(len(requests) + 1):
+            chosen = set(order[:number])
+            ranked = sorted((-weights[r] * a, k, r) for r in chosen for k, a in enumerate(requests[r].survival))
+            for stop in range(len(ranked) + 1):
+                verified = [r for _, _, r in ranked[:stop]]
+                plans[tuple(verified.count(r) if r in chosen else None for r in range(len(requests)))] = None
+    return list(plans)
+
+
+def _orders(report: ReplicaReport, requests: Sequence[RequestGroup], weights: Sequence[float]) -> list[list[int]]:
+    """As `choose_drafting` says: at the price that the curve puts on a slot, at those of dear slots, and at none."""
     most: Plan = tuple(len(one.survival) for one in requests)
     none: Plan = (None,) * len(requests)
-    plain_s, slots = step_seconds(none, report), sum(len(one.survival) for one in requests)
+    rows = [[w * a for a in one.survival] for one, w in zip(requests, weights, strict=True)]
+    slots = sorted(itertools.chain.from_iterable(rows), reverse=True)
     rise_s = step_seconds(most, report) - step_seconds((0,) * len(requests), report)
-    price = rise_s / slots * sum(weights) / plain_s
-    hope = [sum(max(0.0, w * a - price) for a in one.survival) for one, w in zip(requests, weights, strict=True)]
-    total = [w * sum(one.survival) for one, w in zip(requests, weights, strict=True)]
-    order = sorted(range(len(requests)), key=lambda r: (-hope[r], -total[r]))
-    plans: list[Plan] = []
-    for number in range(len(requests) + 1):
-        chosen = set(order[:number])
-        ranked = sorted((-weights[r] * a, k, r) for r in chosen for k, a in enumerate(requests[r].survival))
-        for stop in range(len(ranked) + 1):
-            verified = [r for _, _, r in ranked[:stop]]
-            plans.append(tuple(verified.count(r) if r in chosen else None for r in range(len(requests))))
-    return plans
+    curves_own = rise_s / len(slots) * sum(weights) / step_seconds(none, report)
+    orders = []
+    for price in (curves_own, *(slots[len(slots) // part] for part in DEAR_SLOTS), 0.0):
+        hope = [sum(max(0.0, a - price) for a in row) for row in rows]
+        orders.append(sorted(range(len(requests)), key=lambda r: (-hope[r], -sum(rows[r]))))  # noqa: B023
+    return orders
 
 
 def num_verified(plan: Plan) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark.speculation.cost_curve import CostCurve
+from dspark.speculation.drafting_choice import DEAR_SLOTS
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -18,6 +19,7 @@ Indices = NDArray[np.int64]
 PENALTY = 20.0  # tokens per second given up at most to bring one user a token per second nearer to the minimum
 NUM_DRAFTED_TRIED = 17  # all of 0..16 requests; of more, so many numbers evenly spread
 NUM_VERIFIED_TRIED = 33
+MOST_ORDERED = 128  # replicas whose requests are put in several orders: it takes five times as long
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Options:
 
 
 def options_of(batches: Batches, weight: float = 1.0) -> Options:
-    """All options of all replicas, requests and slots being taken in the order that the local rule tries first.
+    """All options of all replicas, requests being taken in the orders that the local rule tries.
 
     weight: of the tier with the lowest minimum against requests without one; its square that of the next one.
     """
@@ -113,30 +115,45 @@ def drafting_cost(num_drafted: Indices, requests: Sequence[int], cost: Sequence[
 
 
 def _drafted(batches: Batches, weights: Floats) -> Indices:
-    """How many of each group are drafted for when 0, 1, ... requests are, those that gain most first: [N, C, G]."""
-    order, is_hopeful = _by_gain(batches, weights)
-    count = np.take_along_axis(batches.count, order, axis=1)
-    before = np.cumsum(count, axis=1) - count
-    most = (batches.count * is_hopeful).sum(axis=1)
-    levels = _levels(most, NUM_DRAFTED_TRIED)
-    taken = np.clip(levels[..., None] - before[:, None, :], 0, count[:, None, :])
-    place = np.argsort(order, axis=1)
-    return np.take_along_axis(taken, place[:, None, :].repeat(taken.shape[1], axis=1), axis=2)
+    """How many of each group are drafted for when 0, 1, ... requests are, in several orders of them: [N, C, G]."""
+    hope = weights[..., None] * batches.survival
+    total = hope.sum(axis=2)
+    is_hopeful = (total > 0) & (batches.count > 0)
+    levels = _levels((batches.count * is_hopeful).sum(axis=1), NUM_DRAFTED_TRIED)
+    parts = []
+    for price in _prices(batches, weights, hope):
+        gain = np.maximum(hope - price[:, None, None], 0.0).sum(axis=2)
+        order = np.lexsort((-total, -gain, ~is_hopeful), axis=1)
+        count = np.take_along_axis(batches.count, order, axis=1)
+        before = np.cumsum(count, axis=1) - count
+        taken = np.clip(levels[..., None] - before[:, None, :], 0, count[:, None, :])
+        place = np.argsort(order, axis=1)
+        parts.append(np.take_along_axis(taken, place[:, None, :].repeat(taken.shape[1], axis=1), axis=2))
+    return np.concatenate(parts, axis=1)
 
 
-def _by_gain(batches: Batches, weights: Floats) -> tuple[Indices, NDArray[np.bool_]]:
-    """Groups in the first order that `choose_drafting` tries, and which have anything to hope for: [N, G]."""
-    count, num_requests = batches.count, batches.count.sum(axis=1)
-    num_slots = (count * (batches.survival > 0).sum(axis=2)).sum(axis=1)
+def _prices(batches: Batches, weights: Floats, hope: Floats) -> list[Floats]:
+    """Of a slot, in tokens, at which `choose_drafting` orders requests by what they gain: [N] each, its first one first.
+
+    hope: [N, G, K], what a slot brings. A large fleet has the first one alone.
+    """
+    count = batches.count
+    num_requests, num_slots = count.sum(axis=1), (count * (batches.survival > 0).sum(axis=2)).sum(axis=1)
     nobody = np.zeros((len(count), 1), dtype=np.int64)
     ends = np.stack((np.zeros_like(num_slots), num_slots), axis=1)[:, None, :]
     seconds = _step_seconds(batches, num_requests, nobody, ends)[:, 0]
     rise_s = (seconds[:, 1] - seconds[:, 0]) / np.maximum(num_slots, 1)
-    price = rise_s * (weights * count).sum(axis=1) / seconds[:, 0]
-    hope = weights[..., None] * batches.survival
-    gain, total = np.maximum(hope - price[:, None, None], 0.0).sum(axis=2), hope.sum(axis=2)
-    is_hopeful = (total > 0) & (count > 0)
-    return np.lexsort((-total, -gain, ~is_hopeful), axis=1), is_hopeful
+    prices = [np.asarray(rise_s * (weights * count).sum(axis=1) / seconds[:, 0])]
+    if len(count) > MOST_ORDERED:
+        return prices
+    ranked = hope.reshape(len(hope), -1)
+    order = np.argsort(-ranked, axis=1, kind="stable")
+    ranked = np.take_along_axis(ranked, order, axis=1)
+    reached = np.cumsum(np.take_along_axis(count, order // hope.shape[2], axis=1), axis=1)
+    for part in DEAR_SLOTS:
+        place = (reached <= (num_slots // part)[:, None]).sum(axis=1)
+        prices.append(np.take_along_axis(ranked, np.minimum(place, ranked.shape[1] - 1)[:, None], axis=1)[:, 0])
+    return [*prices, np.zeros(len(count))]
 
 
 def _levels(most: Indices, number: int) -> Indices:

@@ -23,7 +23,6 @@ from fleet_toys import (
     followed,
     least_shortfall,
     random_report,
-    ranked_plans,
     requests_of,
     step_seconds,
     use,
@@ -72,9 +71,9 @@ def test_with_drafters_enough_and_speed_enough_every_share_is_free(seed: int) ->
     assert all(share == FREE for share in allocate_shares(reports, DraftSupply(1e6), {-1: 1e-6}).values())
 
 
-def test_500_small_fleets_get_the_best_shares_of_all_and_nearly_the_best_plans() -> None:
-    """A share says how many requests are drafted for; which ones is the local rule's heuristic, right in most cases."""
-    of_shares, of_plans = [], []
+def test_500_small_fleets_are_at_most_2_percent_below_every_choice_there_is() -> None:
+    """Whoever is drafted for and however much of it is verified: a share leaves both to the local rule's orders."""
+    ratios = []
     for seed in range(500):
         rng = random.Random(seed)
         reports = small_fleet(rng)
@@ -83,12 +82,10 @@ def test_500_small_fleets_get_the_best_shares_of_all_and_nearly_the_best_plans()
         plans = [followed(shares[one.replica_id], one) for one in reports]
         assert drafting(plans, reports, supply) <= supply.per_s * (1 + 1e-9)
         ours = sum(worth(plan, one, {}) for plan, one in zip(plans, reports, strict=True))
-        of_shares.append(ours / best_by_brute_force(reports, supply, plans_of=ranked_plans))
-        of_plans.append(ours / best_by_brute_force(reports, supply))
-    assert max(of_plans) <= 1 + 1e-9
-    assert min(of_shares) >= 0.98
-    assert sum(of_plans) / 500 >= 0.998
-    assert sum(ratio < 0.98 for ratio in of_plans) <= 10
+        ratios.append(ours / best_by_brute_force(reports, supply))
+    assert max(ratios) <= 1 + 1e-9
+    assert min(ratios) >= 0.98
+    assert sum(ratios) / 500 >= 0.9999
 
 
 def test_a_tiers_minimum_is_kept_wherever_brute_force_keeps_it() -> None:
