@@ -220,10 +220,10 @@ class CurveLookup:
         Seconds are there for all that are computed.
         """
         if num_tokens >= len(self._padded):
-            curve, size = self._curve, max(SMALLEST_LOOKUP, 1 << num_tokens.bit_length())
-            padded = [int(curve.padded_tokens(n)) for n in range(size)] if curve.buckets else range(size)
-            self._padded = array("i", padded)
-            self._seconds = array("d", curve.smooth_verify_array(np.arange(max(padded) + 1)).tolist())
+            curve, tokens = self._curve, np.arange(max(SMALLEST_LOOKUP, 1 << num_tokens.bit_length()))
+            padded = np.array([curve.padded_tokens(n) for n in tokens]) if curve.buckets else tokens
+            self._padded = array("i", padded.astype(np.intc).tobytes())
+            self._seconds = array("d", curve.smooth_verify_array(np.arange(padded[-1] + 1)).tobytes())
         return self._seconds, self._padded
 
     def drafting(self, num_requests: int) -> "array[float]":
@@ -232,7 +232,7 @@ class CurveLookup:
             curve, seconds = self._curve, np.zeros(max(SMALLEST_LOOKUP, 1 << num_requests.bit_length()))
             if curve.draft_requests:
                 seconds[1:] = interpolated(np.arange(1, len(seconds)), curve.draft_requests, curve.draft_s)
-            self._draft_s = array("d", seconds.tolist())
+            self._draft_s = array("d", seconds.tobytes())
         return self._draft_s
 
 
