@@ -133,7 +133,7 @@ def _drafted(batches: Batches, weights: Floats) -> Indices:
 
 
 def _prices(batches: Batches, weights: Floats, hope: Floats) -> list[Floats]:
-    """Of a slot, in tokens, at which `choose_drafting` orders requests by what they gain: [N] each, its first one first.
+    """Of a slot, in tokens, at which `choose_drafting` orders requests by gain: [N] each, its first one first.
 
     hope: [N, G, K], what a slot brings. A large fleet has the first one alone.
     """
