@@ -75,31 +75,50 @@ def speculation_figures(period: Period) -> Figures:
     return found
 
 
-def drift_of(period: Period, curve: CostCurve | None) -> float:
-    """Measured over predicted seconds of the target's part of a step.
+def circumstances(period: Period, curve: CostCurve | None) -> dict[str, float | list[float]]:
+    """What a simulation has to be told of a run.
+
+    drift: of each target replica, see `drift_of`. read_tokens: of a request's prompt, those found in the prefix cache
+    left out. call_ms: what waiting for a draft replica takes beyond the drafter's own time by the curve, per call.
+    """
+    counted, calls, beyond_s = summed(period.targets), 0.0, 0.0
+    for one in period.targets if curve is not None else ():
+        assert curve is not None
+        own_calls, drafting_s = _drafting(one, curve)
+        calls, beyond_s = calls + own_calls, beyond_s + one.get("draft_link_wait_seconds_total", 0.0) - drafting_s
+    return {
+        "drift": [drift_of(period, curve, [one]) for one in period.targets],
+        "read_tokens": counted["prompt_tokens_total"] / max(1.0, counted["requests_total"]),
+        "call_ms": 1000 * max(0.0, beyond_s / max(1.0, calls)),
+    }
+
+
+def drift_of(period: Period, curve: CostCurve | None, targets: Sequence[Mapping[str, float]] | None = None) -> float:
+    """Measured over predicted seconds of the target's part of a step, of all target replicas or of some.
 
     curve: that of the replicas, where a draft replica drafts: waiting for it is taken out of what was measured, and the
     drafter's own time by the curve out of what was predicted, each call at the mean number of its requests. None: each
     replica drafts for itself, and drafting is in both. Raises: ValueError where nothing was predicted.
     """
     measured = predicted = 0.0
-    for one in period.targets:
+    for one in period.targets if targets is None else targets:
         measured += one.get("measured_step_seconds_total", 0.0) - one.get("draft_link_wait_seconds_total", 0.0)
-        predicted += one.get("predicted_step_seconds_total", 0.0) - (0.0 if curve is None else _drafting_s(one, curve))
+        predicted += one.get("predicted_step_seconds_total", 0.0) - (0.0 if curve is None else _drafting(one, curve)[1])
     if predicted <= 0:
         raise ValueError("no step was predicted: the replicas have no cost curve of this machine and their threads")
     return measured / predicted
 
 
-def _drafting_s(one: Mapping[str, float], curve: CostCurve) -> float:
-    """Seconds of drafting that a replica's curve predicted. Messages that carry contexts alone are fewer than steps."""
+def _drafting(one: Mapping[str, float], curve: CostCurve) -> tuple[float, float]:
+    """Calls that a replica drafted with, and the seconds of it that its curve predicted. Messages that carry contexts
+    alone are fewer than steps."""
     blocks = one.get("drafted_decodes_total", 0.0) + one.get("draft_link_undrafted_total", 0.0)
     calls = min(one.get("draft_link_messages_total", 0.0), one.get("steps_total", 0.0), blocks)
     if not calls:
-        return 0.0
+        return 0.0, 0.0
     few = int(blocks / calls)
     share = blocks / calls - few
-    return calls * ((1 - share) * curve.draft_seconds(few) + share * curve.draft_seconds(few + 1))
+    return calls, calls * ((1 - share) * curve.draft_seconds(few) + share * curve.draft_seconds(few + 1))
 
 
 def speed_figures(seen: Sequence[Seen], seconds: Sequence[int]) -> tuple[float, list[float]]:

@@ -11,7 +11,8 @@ scheduler's leases. Every replica is asked by as many clients as its place in --
 as soon as it has its answer; only whole seconds after the first two count, for the replicas' own counters too.
 
 drafters_busy, waited: how far the draft replica is saturated, see `speculation_figures`. drift: measured over predicted
-seconds of the target's part of a step, in the first half of those seconds.
+seconds of the target's part of a step, in the first half of those seconds. In the JSON: what of that half a simulation
+has to be told, see `circumstances`.
 
 --minimum: tokens per second owed to each user of the first --owed clients of each replica; told is in what share of the
 one-second windows they had them, in the mean over a replica's owed users, each for himself, and the worst of them.
@@ -50,6 +51,7 @@ from fleet_figures import (
     Period,
     Seen,
     Snapshot,
+    circumstances,
     drift_of,
     minimum_figures,
     periods,
@@ -166,6 +168,7 @@ def figures(
     row: dict[str, Any] = {"tokens_per_s": together, "of_each": each}
     row |= speculation_figures(Period(snapshots[0], snapshots[-1]))
     row["drift"] = drift_of(periods(snapshots)[0], curve)
+    row["first half"] = circumstances(periods(snapshots)[0], curve)
     if options.minimum:
         row |= minimum_figures(seen, seconds, options.minimum)
     return row
@@ -188,7 +191,7 @@ def main() -> None:
         serve.shutdown()
         ray.shutdown()
     table = [{"rule": rule} | median_of(own) for rule, own in rows.items()]
-    print_table([{name: value for name, value in row.items() if name != "of_each"} for row in table])
+    print_table([{name: value for name, value in row.items() if isinstance(value, float | str)} for row in table])
     ratios = []
     if {LOCAL, FLEET} <= rows.keys():
         pairs = zip(rows[FLEET], rows[LOCAL], strict=True)
@@ -201,10 +204,12 @@ def median_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in rows[0].items():
         values = [row[name] for row in rows]
-        is_list = isinstance(value, list)
-        found[name] = (
-            [statistics.median(own) for own in zip(*values, strict=True)] if is_list else statistics.median(values)
-        )
+        if isinstance(value, dict):
+            found[name] = median_of(values)
+        elif isinstance(value, list):
+            found[name] = [statistics.median(own) for own in zip(*values, strict=True)]
+        else:
+            found[name] = statistics.median(values)
     return found
 
 

@@ -10,9 +10,10 @@ are modelled, of a processor that is flat up to some tens of tokens. Copying (en
 --minimum: tokens per second owed to the users of the first --owed places of every replica.
 --measured: what shared_drafters.py printed in its last line, or one rule's figures, tokens_per_s and verify_length;
 only --policy is run then and the ratios of predicted to measured are printed. --drift is what the target's part of
-real steps took over what the curve predicts. Without it the drift is that of the other rule of --measured: one taken
-from the very runs that are to be predicted would be fitted to them. Waiting for a drafter is in no drift, since the
-simulated drafters have a queue of their own.
+real steps took over what the curve predicts, of all replicas or of each. What is not given of --drift, --prompt-tokens
+(that are read, not found in a cache) and --call-ms is that of the other rule of --measured: taken from the very runs
+that are to be predicted it would be fitted to them. Waiting for a drafter is in no drift, since the simulated drafters
+have a queue of their own.
 The last line of stdout is one JSON object; plots go to OUTPUT.html.
 """
 
@@ -42,6 +43,7 @@ from dspark.speculation.calibration import Calibration
 from dspark.speculation.cost_curve import CostCurve, hardware_fingerprint
 
 OWED_TIER = -1
+PROMPT_TOKENS = 100
 MODELLED = CostCurve(
     (1, 8, 64, 256, 1024), (0.010, 0.0105, 0.014, 0.030, 0.110), (1, 8, 64), (0.0025, 0.003, 0.006), request_s=2e-5
 )
@@ -55,12 +57,12 @@ def main() -> None:
     every = policies(pool.block_size, min_gain=options.min_gain)
     if options.measured:
         (policy,) = [one for one in every if one.name == options.policy]
-        measured, drift = measured_by(json.loads(Path(options.measured).read_text(encoding="utf-8")), options)
-        row = simulate(replace(setup, drift=drift), policy, pool, **run)
+        measured, told = measured_by(json.loads(Path(options.measured).read_text(encoding="utf-8")), options)
+        row = simulate(replace(setup, **told), policy, pool, **run)
         ratios = beside_measured(row, measured)
-        print(f"drift {drift:.3f}")
+        print(f"taken of the other rule: {told}")
         print("\n".join(f"{name}: predicted / measured {ratio:.3f}" for name, ratio in ratios.items()))
-        print(json.dumps({"predicted": row, "measured": measured, "drift": drift, "ratios": ratios}))
+        print(json.dumps({"predicted": row, "measured": measured, "told": told, "ratios": ratios}))
         return
     rows = compare(setup, every, pool, **run)
     widths = [max(map(len, column)) for column in zip(COLUMNS, *shown(rows), strict=True)]
@@ -73,16 +75,24 @@ def main() -> None:
     print(json.dumps({"fleet": rows, "sweep": swept}))
 
 
-def measured_by(content: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    """The figures of --policy, and the drift to predict them with."""
+def measured_by(content: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The figures of --policy, and what of the setup is to be that of the other rule."""
     rows = {row["rule"]: row for row in content.get("rows", [])}
     measured = rows.pop(options.policy, None) if rows else content
     if measured is None:
         raise SystemExit(f"{options.measured} has no runs of {options.policy}, only of {', '.join(rows)}")
-    others = [row["drift"] for row in rows.values()]
+    others = [row["first half"] for row in rows.values()]
     if options.drift is None and len(others) != 1:
         raise SystemExit(f"{options.measured} has no other rule's runs whose drift could be taken; give --drift")
-    return measured, others[0] if options.drift is None else options.drift
+    if len(others) != 1:
+        return measured, {}
+    (other,) = others
+    told = {
+        "drift": tuple(other["drift"]) if options.drift is None else None,
+        "prompt_tokens": round(other["read_tokens"]) if options.prompt_tokens is None else None,
+        "call_s": other["call_ms"] / 1000 if options.call_ms is None else None,
+    }
+    return measured, {name: value for name, value in told.items() if value is not None}
 
 
 def _setup(options: argparse.Namespace) -> FleetSetup:
@@ -101,9 +111,9 @@ def _setup(options: argparse.Namespace) -> FleetSetup:
         minimum={OWED_TIER: options.minimum} if options.minimum else {},
         supply=shared_drafters(curve, options.draft_replicas),
         num_drafters=max(1, options.draft_replicas),
-        call_s=options.call_ms / 1000,
-        drift=1.0 if options.drift is None else options.drift,
-        prompt_tokens=options.prompt_tokens,
+        call_s=(options.call_ms or 0.0) / 1000,
+        drift=1.0 if options.drift is None else tuple(options.drift) if len(options.drift) > 1 else options.drift[0],
+        prompt_tokens=PROMPT_TOKENS if options.prompt_tokens is None else options.prompt_tokens,
     )
 
 
@@ -131,10 +141,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[2, 32])
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--draft-replicas", type=int, default=0, help="shared by all; 0: each replica has its own")
-    parser.add_argument("--call-ms", type=float, default=0.0, help="of a call to a shared drafter, on its way")
-    parser.add_argument("--prompt-tokens", type=int, default=100)
+    parser.add_argument("--call-ms", type=float, help="of a call to a shared drafter, on its way; default: 0")
+    parser.add_argument("--prompt-tokens", type=int, help=f"default: {PROMPT_TOKENS}")
     parser.add_argument("--output-tokens", type=int, default=128, help="of an answer, at most")
-    parser.add_argument("--drift", type=float, help="default: 1, beside --measured that of the other rule")
+    parser.add_argument("--drift", type=float, nargs="+", help="default: 1")
     parser.add_argument("--min-gain", type=float, default=0.0, help="as engine.min_gain")
     parser.add_argument("--minimum", type=float)
     parser.add_argument("--owed", type=int, default=1)

@@ -46,8 +46,9 @@ class FleetSetup:
     rates: requests per second at each replica, arriving at random; None keeps every place taken. tiers: of a replica's
     places, its tier; None: all 0. minimum: tokens per second that users of a tier are owed. supply: drafters that all
     share, requests queueing for them; None: each replica has its own. call_s: what a call takes on its way there and
-    back. drift: measured over predicted seconds of a step. prompt_tokens: read before a request decodes;
-    max_batch_tokens: of a step. tick_s: between two rounds of shares. max_draft_load, speed_headroom: as `FleetConfig`.
+    back. drift: measured over predicted seconds of a step, of all replicas or of each. prompt_tokens: read before a
+    request decodes; max_batch_tokens: of a step. tick_s: between two rounds of shares. max_draft_load, speed_headroom:
+    as `FleetConfig`.
     """
 
     curve: CostCurve
@@ -58,7 +59,7 @@ class FleetSetup:
     supply: DraftSupply | None = None
     num_drafters: int = 1
     call_s: float = 0.0
-    drift: float = 1.0
+    drift: float | tuple[float, ...] = 1.0
     prompt_tokens: int = 0
     max_batch_tokens: int = 512
     tick_s: float = 0.2
@@ -101,6 +102,7 @@ class FleetSimulator:
     def __init__(self, setup: FleetSetup, policy: Policy, pool: RoundPool, *, seed: int = 0) -> None:
         self.setup, self.policy, self.pool = setup, policy, pool
         num, places = len(setup.concurrency), max(setup.concurrency)
+        self._drift = np.broadcast_to(np.asarray(setup.drift, dtype=np.float64), num)
         self._rng = np.random.default_rng(seed)
         self._clock = self._rng.uniform(0, setup.curve.verify_s[0], num)
         self._exists = np.arange(places) < np.array(setup.concurrency)[:, None]
@@ -129,7 +131,7 @@ class FleetSimulator:
                 return windows.result(self.policy.name)
             if self.policy.kind == "fleet" and begin - self._shared_at >= self.setup.tick_s:
                 self._share(begin)
-            near = begin + SLICE * self.setup.curve.verify_s[0] * self.setup.drift
+            near = begin + SLICE * self.setup.curve.verify_s[0] * float(self._drift.min())
             self._step(np.flatnonzero(self._clock <= near), windows)
 
     def _step(self, rows: Indices, windows: Windows) -> None:
@@ -146,7 +148,7 @@ class FleetSimulator:
             self.setup.curve,
             tokens=(decoding.sum(axis=1) + read.sum(axis=1)).astype(np.float64),
             requests=(decoding | (read > 0)).sum(axis=1).astype(np.float64),
-            drift=np.full(len(rows), self.setup.drift),
+            drift=self._drift[rows],
             wait_s=self._wait_s[rows] if self.policy.sees_wait else np.zeros(len(rows)),
         )
         widths = self._choose(rows, decoding, costs)
@@ -279,7 +281,7 @@ class FleetSimulator:
         for i, (active, tiers) in enumerate(zip(self._is_active, self._tier, strict=True)):
             rows = [(int(tiers[r]), expected[i, r].tolist()) for r in np.flatnonzero(active)]
             groups = summarise(rows)
-            reports.append(ReplicaReport(str(i), 1, groups, "curve", setup.curve, drift=setup.drift))
+            reports.append(ReplicaReport(str(i), 1, groups, "curve", setup.curve, drift=float(self._drift[i])))
         supply = None if self._drafters is None else self._drafters.offered(setup.max_draft_load)
         minimum = {tier: (1 + setup.speed_headroom) * speed for tier, speed in setup.minimum.items()}
         shares = allocate_shares(reports, supply, minimum)

@@ -43,6 +43,18 @@ def test_drift_is_of_the_targets_part_however_long_the_drafters_queue(fleet_figu
     assert fleet_figures.drift_of(period(fleet_figures, low, high), CURVE) == pytest.approx(1.2)
 
 
+def test_a_simulation_is_told_of_each_replica_what_is_read_and_what_a_call_takes(fleet_figures: Any) -> None:
+    low = target(steps=300, drafted=1, verify_s=0.010, waited_s=0.005, real=1.2) | {"prompt_tokens_total": 40.0}
+    high = target(steps=100, drafted=3, verify_s=0.025, waited_s=0.007, real=1.5) | {"requests_total": 8.0}
+    found = fleet_figures.circumstances(period(fleet_figures, low, high), CURVE)
+    assert found["drift"] == pytest.approx([1.2, 1.5])
+    assert found["read_tokens"] == 5.0
+    assert found["call_ms"] == pytest.approx(3.0, rel=0.01)
+    quick = target(steps=300, drafted=1, verify_s=0.010, waited_s=0.001)
+    assert fleet_figures.circumstances(period(fleet_figures, quick), CURVE)["call_ms"] == 0.0
+    assert fleet_figures.circumstances(period(fleet_figures, low), None)["call_ms"] == 0.0
+
+
 def test_beside_the_target_drafting_is_in_both(fleet_figures: Any) -> None:
     own = {"predicted_step_seconds_total": 2.0, "measured_step_seconds_total": 3.0, "drafted_decodes_total": 50.0}
     assert fleet_figures.drift_of(period(fleet_figures, own), None) == 1.5
