@@ -89,6 +89,8 @@ class RequestScheduler:
         """
         order = self.by_urgency
         decoding = [running for running in order if running.is_prefilled]
+        if len(decoding) == len(order):
+            return [], decoding
         room = max(self.memory.page_size, num_tokens - reserved(decoding))
         reading: list[Work] = []
         for running in order:

@@ -94,10 +94,12 @@ class Share:
 
         is_copied: per request, whether nothing has to be drafted for its length.
         """
+        if self.max_drafted is None:
+            return self.cut(lengths)
         num_drafted, kept = 0, list(lengths)
         for i, (length, copied) in enumerate(zip(lengths, is_copied, strict=True)):
             if length and not copied:
-                is_over = self.max_drafted is not None and num_drafted >= self.max_drafted
+                is_over = num_drafted >= self.max_drafted
                 kept[i] = 0 if is_over else length
                 num_drafted += not is_over
         return self.cut(kept)
