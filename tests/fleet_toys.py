@@ -155,7 +155,7 @@ def _orders(report: ReplicaReport, requests: Sequence[RequestGroup], weights: Se
     orders = []
     for price in (curves_own, *(slots[len(slots) // part] for part in DEAR_SLOTS), 0.0):
         hope = [sum(max(0.0, a - price) for a in row) for row in rows]
-        orders.append(sorted(range(len(requests)), key=lambda r: (-hope[r], -sum(rows[r]))))  # noqa: B023
+        orders.append(sorted(range(len(requests)), key=lambda r: (-hope[r], -sum(rows[r]))))
     return orders
 
 

@@ -221,7 +221,7 @@ class CurveLookup:
         """
         if num_tokens >= len(self._padded):
             curve, tokens = self._curve, np.arange(max(SMALLEST_LOOKUP, 1 << num_tokens.bit_length()))
-            padded = np.array([curve.padded_tokens(n) for n in tokens]) if curve.buckets else tokens
+            padded = np.array([curve.padded_tokens(n) for n in tokens.tolist()]) if curve.buckets else tokens
             self._padded = array("i", padded.astype(np.intc).tobytes())
             self._seconds = array("d", curve.smooth_verify_array(np.arange(padded[-1] + 1)).tobytes())
         return self._seconds, self._padded
