@@ -81,15 +81,14 @@ def circumstances(period: Period, curve: CostCurve | None) -> dict[str, float | 
     drift: of each target replica, see `drift_of`. read_tokens: of a request's prompt, those found in the prefix cache
     left out. call_ms: what waiting for a draft replica takes beyond the drafter's own time by the curve, per call.
     """
-    counted, calls, beyond_s = summed(period.targets), 0.0, 0.0
-    for one in period.targets if curve is not None else ():
-        assert curve is not None
-        own_calls, drafting_s = _drafting(one, curve)
-        calls, beyond_s = calls + own_calls, beyond_s + one.get("draft_link_wait_seconds_total", 0.0) - drafting_s
+    counted = summed(period.targets)
+    drafting = [] if curve is None else [_drafting(one, curve) for one in period.targets]
+    calls, drafting_s = (sum(column) for column in zip((0.0, 0.0), *drafting, strict=True))
+    beyond_s = counted["draft_link_wait_seconds_total"] - drafting_s
     return {
         "drift": [drift_of(period, curve, [one]) for one in period.targets],
         "read_tokens": counted["prompt_tokens_total"] / max(1.0, counted["requests_total"]),
-        "call_ms": 1000 * max(0.0, beyond_s / max(1.0, calls)),
+        "call_ms": 1000 * max(0.0, beyond_s) / calls if calls else 0.0,
     }
 
 
