@@ -1,7 +1,8 @@
 """What every replica of a fleet could do with its next step, as arrays.
 
 Legend: N replicas, G groups of like requests, K slots of a block, C sets of requests drafted, of every number in some
-orders, L numbers of draft tokens verified, S = G*K ranked slots. An option is a pair (c, l); there are C*L of each replica.
+orders, L numbers of draft tokens verified, S = G*K ranked slots. An option is a pair (c, l); there are C*L of each
+replica.
 """
 
 from collections.abc import Mapping, Sequence
