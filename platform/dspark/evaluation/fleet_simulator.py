@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from dspark.engine.curve_correction import RESTED
 from dspark.engine.policy import NUM_AHEAD
 from dspark.evaluation.simulated_estimates import Estimates
 from dspark.evaluation.simulated_results import FleetResult, Windows
@@ -226,8 +227,8 @@ class FleetSimulator:
         wait_s = self._drafters.wait(self._clock[rows], num_drafted) + self.setup.call_s
         called = rows[num_drafted > 0]
         self._wait_s[called] += MEASURED_WEIGHT * (wait_s[num_drafted > 0] - self._wait_s[called])
-        idle = rows[num_drafted == 0]  # what was long ago is forgotten, as an engine forgets by probing
-        self._wait_s[idle] *= 1.0 - MEASURED_WEIGHT / 10
+        idle = rows[num_drafted == 0]  # what was seen is forgotten, as `CurveCorrection` forgets it
+        self._wait_s[idle] *= RESTED
         return wait_s
 
     def _admit_requests(self, rows: Indices) -> None:

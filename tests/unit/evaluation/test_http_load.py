@@ -166,7 +166,9 @@ def test_a_server_of_ours_tells_what_it_verified_and_what_stood(replica: TargetR
     app = build_app(replica, serve_config("unused"))
     body = {"ignore_eos": True}
     with serving(app) as url:
-        fast = load_of(url, body=body).run(GREEDY, LoadPoint(concurrency=2), num_requests=4, max_tokens=24)
+        fast = load_of(url, body=body | {"verify_length": 2}).run(
+            GREEDY, LoadPoint(concurrency=2), num_requests=4, max_tokens=24
+        )
         after = rounds.rounds, rounds.committed_tokens
         plain = load_of(url, body=body | {"verify_length": 0}).run(
             GREEDY, LoadPoint(concurrency=2), num_requests=4, max_tokens=24
