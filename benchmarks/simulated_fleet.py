@@ -51,7 +51,10 @@ MODELLED = CostCurve(
 
 def main() -> None:
     options = _parser().parse_args()
-    setup, pool = _setup(options), _pool(options)
+    try:
+        setup, pool = _setup(options), _pool(options)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     pool = replace(pool, tokens=np.minimum(pool.tokens, options.output_tokens))
     run: dict[str, Any] = {"seconds": options.seconds, "warmup_s": options.warmup, "seed": options.seed}
     every = policies(pool.block_size, min_gain=options.min_gain)
@@ -81,7 +84,7 @@ def measured_by(content: dict[str, Any], options: argparse.Namespace) -> tuple[d
     measured = rows.pop(options.policy, None) if rows else content
     if measured is None:
         raise SystemExit(f"{options.measured} has no runs of {options.policy}, only of {', '.join(rows)}")
-    others = [row["first half"] for row in rows.values()]
+    others = [row["first half"] for row in rows.values() if "first half" in row]
     if options.drift is None and len(others) != 1:
         raise SystemExit(f"{options.measured} has no other rule's runs whose drift could be taken; give --drift")
     if len(others) != 1:

@@ -17,15 +17,26 @@ Plan = tuple[int | None, ...]  # per request: draft tokens verified, None where 
 
 
 def random_report(
-    rng: random.Random, name: str, *, num_requests: int, num_slots: int = 3, tiers: Sequence[int] = (0,)
+    rng: random.Random,
+    name: str,
+    *,
+    num_requests: int,
+    num_slots: int = 3,
+    tiers: Sequence[int] = (0,),
+    convex: bool | None = None,
 ) -> ReplicaReport:
-    """Requests that each fare in their own way, on a curve of their replica's own: convex, jagged or in stairs."""
+    """Requests that each fare in their own way, on a curve of their replica's own: convex, jagged or in stairs.
+
+    convex: always; None: as it comes.
+    """
     groups = []
     for _ in range(num_requests):
         confidences = [rng.uniform(0.1, 0.98) for _ in range(rng.randint(1, num_slots))]
         survival = tuple(itertools.accumulate(confidences, lambda a, c: a * c))
         groups.append(RequestGroup(rng.choice(tiers), 1, survival))
-    curve = random_curve(rng, 16, convex=rng.random() < 0.5, buckets=rng.choice([(), (), (2, 4, 8, 16)]))
+    curve = random_curve(
+        rng, 16, convex=convex or rng.random() < 0.5, buckets=() if convex else rng.choice([(), (), (2, 4, 8, 16)])
+    )
     drift, draft_drift = rng.choice([0.8, 1.0, 1.3]), rng.choice([0.5, 1.0, 2.0])
     return ReplicaReport(name, 1, tuple(groups), name, curve, drift=drift, draft_drift=draft_drift)
 

@@ -67,6 +67,11 @@ class FleetSetup:
     max_draft_load: float = 0.9
     speed_headroom: float = 0.15
 
+    def __post_init__(self) -> None:
+        if isinstance(self.drift, tuple) and len(self.drift) != len(self.concurrency):
+            found = f"drift has {len(self.drift)} entries and concurrency {len(self.concurrency)}"
+            raise ValueError(f"{found}; give one for each replica, or one for all")
+
 
 class Drafters:
     """Shared drafters as a queue: a call takes the first that is free. supply: all of them, a call's cost in seconds.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dspark.engine.curve_correction import RESTED
 from dspark.evaluation.fleet_comparison import (
     beside_measured,
     compare,
@@ -66,6 +67,23 @@ def test_a_fixed_length_commits_the_pools_own_accepted_length(pool: RoundPool) -
 def test_slower_steps_make_fewer_tokens(pool: RoundPool) -> None:
     fast, slow = (simulate(FleetSetup(CURVE, (8,), drift=drift), PLAIN, pool, **RUN) for drift in (1.0, 2.0))
     assert slow["tokens_per_s"] == pytest.approx(fast["tokens_per_s"] / 2, rel=0.02)
+
+
+def test_each_replica_may_drift_by_itself(pool: RoundPool) -> None:
+    row = simulate(FleetSetup(CURVE, (8, 8), drift=(1.0, 2.0)), PLAIN, pool, **RUN)
+    fast, slow = row["replica_tokens_per_s"]
+    assert slow == pytest.approx(fast / 2, rel=0.02)
+    with pytest.raises(ValueError, match="drift has 3 entries and concurrency 2; give one for each replica"):
+        FleetSetup(CURVE, (8, 8), drift=(1.0, 2.0, 3.0))
+
+
+def test_waiting_that_was_seen_once_is_forgotten_as_the_engine_forgets_it(pool: RoundPool) -> None:
+    simulator = FleetSimulator(unequal(1, number=2), LOCAL, pool)
+    rows, drafted = np.array([0, 1]), np.array([0, 2])
+    simulator._wait_s[:] = 0.1
+    simulator._wait(rows, drafted)
+    assert simulator._wait_s[0] == pytest.approx(0.1 * RESTED)
+    assert 0.09 < simulator._wait_s[1] < 0.1  # no wait this time, and the drafter is asked at once
 
 
 def test_reading_prompts_costs_time(pool: RoundPool) -> None:
